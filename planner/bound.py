@@ -1,0 +1,449 @@
+"""A lower bound on the iteration time of every plan: any depth, any mix of classes, any placement, any micro-batch sizes.
+
+Split the plans into boxes: smallest tp degree tau, number of pipelines P in [P1, P2], tail in (D1, D2]. In a box the iteration
+takes at least T + D1, where T bounds the slowest pipeline by linear-programming duality. With prices pi of the resources and mu
+of a pipeline, ``N.pi + P2 mu = global batch``, no fractional set of pipelines runs the batch faster than
+
+    T(pi, mu) = min over micro-batch sizes b and pipelines of   sum + (max / b) (pi.use + mu) - max.
+
+For max within a bucket (c1, c2] this is a shortest path over (class, first layer): stages up to c2 are allowed, c1 stands
+in the formula, and every link is the fastest there is. Prices come from cutting planes, buckets are halved where
+the minimum lies, and boxes where the bound is least. Everything is valid at any point; more work only tightens it.
+
+A pipeline with fewer micro-batches than stages keeps fewer in flight; such pipelines are bounded by tables with one in flight,
+over the depths at which they could be worth their price at all.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from planner import cost, solver
+from planner.cost import Array, Costs
+from planner.question import Clock, Question
+from planner.stage_split import Ints
+
+# Stages closer to the end than this have their own in-flight count, the others that of this position (fewer than true).
+POSITIONS = 8
+BUCKETS = 14  # per micro-batch size, to start with
+FINEST = 1.004  # ratio of a bucket's ends below which it is not halved
+ROUNDS = 8  # of bounding and halving buckets in a box
+CUTTING_PLANES = 6
+WIDEST = 12  # buckets bounded or halved per round
+RACING = 48  # buckets, the lowest, that prices are tried on
+PATHS = 3000  # shortest paths solved at most; deterministic, unlike a time limit
+PRECISION = 1e-3  # of the value: a box this near to it is done
+
+
+def work_bound(question: Question) -> float:
+    """No plan is faster than all devices busy all the time, each with the layers it is best at.
+
+    Potentials u_l (least device-seconds per sample of layer l) and rates rho (largest potential per second of a device type):
+    time >= batch x sum u / sum devices x rho.
+    """
+    per_sample = np.full((len(question.classes), question.num_layers), math.inf)
+    for costs in question.costs:
+        seconds = (costs.forward + costs.backward) * question.tp[:, None] / costs.micro_batch
+        per_sample = np.minimum(per_sample, seconds)
+    potential = per_sample.min(axis=0)
+    rate: dict[str, float] = {}
+    for unit, row in zip(question.classes, per_sample, strict=True):
+        with np.errstate(divide="ignore", invalid="ignore"):
+            best = np.where(row > 0, potential / row, 0.0).max()
+        rate[unit.device_type] = max(rate.get(unit.device_type, 0.0), float(best))
+    total = sum(question.cluster.num_devices(name) * value for name, value in rate.items())
+    return question.need * float(potential.sum()) / total if total > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Tables:
+    """What a shortest path reads, for one micro-batch size: (K, Q, L+1, L+1) loads; cuts; least cut at either end."""
+
+    costs: Costs
+    load: Array
+    twice: Array
+    ends: Array
+    position: Ints
+    shallow: bool = False
+
+
+class _Bucket(NamedTuple):
+    """Pipelines of one table whose largest load is in (low, high], and the least T of them under the box's prices.
+
+    Not `fresh`: the figure was found in a larger box, so it may be too low.
+    """
+
+    table: int
+    low: float
+    high: float
+    time_s: float
+    fresh: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Box:
+    """Plans of smallest degree `min_tp` with so many pipelines and such a tail.
+
+    `solved`: its buckets were bounded under its own mask. `priced`: its prices were made for its number of pipelines.
+    """
+
+    min_tp: int
+    pipelines: tuple[int, int]
+    tail: tuple[float, float]
+    prices: Array
+    pipeline_price: float = 0.0
+    buckets: tuple[_Bucket, ...] = ()
+    time_s: float = 0.0
+    solved: bool = False
+    priced: bool = False
+
+    @property
+    def bound_s(self) -> float:
+        return self.time_s + self.tail[0]
+
+
+class Hint(NamedTuple):
+    """Prices of the resources, and the number of pipelines of the fractional plan they belong to."""
+
+    prices: Array
+    num_pipelines: float
+
+
+def lower_bound(question: Question, value_s: float, clock: Clock, hints: Mapping[int, Hint] | None = None) -> float:
+    """Lower bound on the iteration time of every plan; at most `value_s`, the time of a plan at hand.
+
+    Parameters
+    ----------
+    hints
+        For each smallest tp degree, from a search: where to start. Any others give a valid bound, with more effort.
+    """
+    floor = work_bound(question)
+    search = _Search(question.fast, value_s, clock)
+    heap: list[tuple[float, int, _Box]] = []
+    number = 0
+    for box in search.roots(hints or {}):
+        heapq.heappush(heap, (max(box.bound_s, floor), number, box))
+        number += 1
+    tight = value_s
+    while heap and not clock.over and heap[0][0] < value_s * (1 - PRECISION) and search.paths < PATHS:
+        clock.tell(search.paths / PATHS, "lower bound")
+        least, _, box = heapq.heappop(heap)
+        children = search.work(box)
+        if not children:  # as tight as it gets
+            tight = least
+            break
+        for child in children:
+            heapq.heappush(heap, (max(child.bound_s, least), number, child))
+            number += 1
+    remaining = min((entry[0] for entry in heap), default=value_s)
+    return max(floor, min(tight, remaining, value_s))
+
+
+class _Search:
+    def __init__(self, question: Question, value_s: float, clock: Clock) -> None:
+        self.question, self.value_s, self.clock = question, value_s, clock
+        self.target_s = value_s * (1 - PRECISION)
+        self.paths = 0
+        self._none = np.zeros(len(question.available), dtype=np.int64)
+        self._tables: dict[bool, list[_Tables]] = {}
+        units = int(max(question.limits.sum(), 1))
+        self.most_pipelines = max(1, min(units, question.need))
+
+    def _first_prices(self) -> Array:
+        """Prices in proportion to how fast a device type runs the model, spent on the global batch."""
+        question = self.question
+        rate = np.zeros(len(question.available))
+        for costs in question.costs:
+            seconds = (costs.forward + costs.backward).sum(axis=1)
+            per_unit = np.where(np.isfinite(seconds), costs.micro_batch / seconds, 0.0)
+            for r in range(len(rate)):
+                takes = question.use[:, r]
+                rate[r] = max(rate[r], float(np.where(takes > 0, per_unit / np.maximum(takes, 1), 0.0).max()))
+        main = np.array([bool((question.use[question.tp == 1, r] > 0).any()) or len(rate) == 1 for r in range(len(rate))])
+        if main.any():
+            rate = np.where(main, rate, 0.0)
+        return rate * question.need / max(float(rate @ question.available), 1e-300)
+
+    def roots(self, hints: Mapping[int, Hint]) -> list[_Box]:
+        """For each smallest degree, ranges of the number of pipelines. Ranges of two or more share a first solution; a single
+        pipeline has no ring, so the smallest degree speaks for all."""
+        boxes = []
+        for min_tp in self.question.degrees:
+            start = hints[min_tp].prices if min_tp in hints else self._first_prices()
+            natural = hints[min_tp].num_pipelines if min_tp in hints else math.inf
+            if min_tp == self.question.degrees[0]:
+                boxes.append(_Box(min_tp, (1, 1), (self._least_tail(min_tp, 1), math.inf), start))
+            low = 2
+            if low > self.most_pipelines or not math.isfinite(self._least_tail(min_tp, low)):
+                continue
+            every = (low, self.most_pipelines)
+            shared = self._price(_Box(min_tp, every, (self._least_tail(min_tp, low), math.inf), start))
+            while low <= self.most_pipelines:
+                high = min(2 * low - 1, self.most_pipelines)
+                tail = (self._least_tail(min_tp, low), math.inf)
+                boxes.append(replace(shared, pipelines=(low, high), tail=tail, buckets=_stale(shared.buckets), solved=False, priced=high >= natural))
+                low = high + 1
+        return [box for box in boxes if math.isfinite(box.tail[0])]
+
+    def work(self, box: _Box) -> list[_Box]:
+        """The next thing to do for a box: bound its buckets, find prices for it, or split it; nothing if all is done."""
+        if not box.solved and box.buckets:
+            return [self._tighten(box)]
+        if not box.priced:
+            return [self._price(box)]
+        return self.split(box)
+
+    def tables(self, synced: bool) -> list[_Tables]:
+        """Stage tables of every micro-batch size, and those with one micro-batch in flight where memory makes them differ."""
+        if synced not in self._tables:
+            out, few = [], []
+            for costs in self.question.costs:
+                positions = min(POSITIONS, costs.num_layers)
+                load = cost.stage_table(costs, range(1, positions + 1), synced).load
+                if not np.isfinite(load).any():
+                    continue
+                cut = np.where(np.isfinite(costs.cut), costs.cut, math.inf)
+                ends = cut.min(axis=1)
+                both = ends[:, :, None] + ends[:, None, :]
+                out.append(_Tables(costs, load, 2 * cut, both, _first_equal(load)))
+                first = np.repeat(load[:, :1], positions, axis=1)
+                if not np.array_equal(first, load):
+                    few.append(_Tables(costs, first[:, :1], 2 * cut, both, _first_equal(first[:, :1]), shallow=True))
+            self._tables[synced] = out + few
+        return self._tables[synced]
+
+    def _least_tail(self, min_tp: int, num_pipelines: int) -> float:
+        """No plan of so many pipelines has a smaller tail: each layer is on some stage."""
+        least = np.full(self.question.num_layers, math.inf)
+        allowed = self.question.tp >= min_tp
+        for table in self.tables(num_pipelines > 1):
+            tail = self.question.sync(table.costs, num_pipelines, min_tp).tail
+            least = np.minimum(least, cost.least_tail(table.load[allowed], tail[allowed]))
+        return float(least.max())
+
+    def _masked(self, box: _Box) -> list[Array]:
+        """Loads of the stages a box allows."""
+        allowed = (self.question.tp >= box.min_tp)[:, None, None, None]
+        out = []
+        for table in self.tables(box.pipelines[0] > 1):
+            tail = self.question.sync(table.costs, box.pipelines[0], box.min_tp).tail
+            banned = tail[:, None] > box.tail[1] if box.tail[1] < math.inf else np.zeros((1, 1, 1, 1), dtype=bool)
+            out.append(np.where(allowed & ~banned, table.load, math.inf))
+        return out
+
+    def _tighten(self, box: _Box, loads: list[Array] | None = None) -> _Box:
+        """Bound the buckets of a box, the lowest first: under its own mask, then halved until they are narrow."""
+        loads = self._masked(box) if loads is None else loads
+        target = self.target_s - box.tail[0]
+        buckets = sorted(box.buckets, key=lambda b: b.time_s)
+        for _ in range(ROUNDS):
+            low = [b for b in buckets[:WIDEST] if b.time_s < target and not (b.fresh and b.high < b.low * FINEST)]
+            if not low or (buckets[0].fresh and buckets[0].high < buckets[0].low * FINEST):
+                break
+            work = [b for b in low if not b.fresh]
+            for bucket in low:
+                if bucket.fresh:
+                    middle = math.sqrt(bucket.low * bucket.high)
+                    work += [bucket._replace(high=middle), bucket._replace(low=middle)]
+            buckets = sorted([b for b in buckets if b not in low] + self._evaluate(box, loads, work), key=lambda b: b.time_s)
+        time_s = min(max(box.time_s, buckets[0].time_s if buckets else self.value_s), self.value_s)
+        return replace(box, buckets=tuple(buckets), time_s=time_s, solved=True)
+
+    def split(self, box: _Box) -> list[_Box]:
+        """Two boxes that make up this one: by number of pipelines, or by tail; none if it is a point."""
+        low, high = box.tail
+        first, last = box.pipelines
+        top = high if high < math.inf else max(self._largest_tail(box), low)
+        by_pipelines = (1 - 1 / last) / (1 - 1 / first) if first < last else 1.0
+        by_tail = top / max(low, 1e-12) if top > 0 else 1.0
+        if max(by_pipelines, by_tail) < 1.01:
+            return []
+        if by_pipelines > by_tail:
+            middle = (first + last) // 2
+            return [
+                replace(
+                    box,
+                    pipelines=ends,
+                    tail=(max(low, self._least_tail(box.min_tp, ends[0])), high),
+                    buckets=_stale(box.buckets),
+                    solved=False,
+                    priced=False,
+                )
+                for ends in ((first, middle), (middle + 1, last))
+            ]
+        middle = math.sqrt(max(low, top / 64) * top)
+        return [replace(box, tail=(low, middle), buckets=_stale(box.buckets), solved=False, priced=False), replace(box, tail=(middle, high))]
+
+    def _largest_tail(self, box: _Box) -> float:
+        largest = 0.0
+        for table in self.tables(box.pipelines[0] > 1):
+            tail = self.question.sync(table.costs, box.pipelines[0], box.min_tp).tail
+            fits = np.isfinite(table.load).any(axis=1) & (self.question.tp >= box.min_tp)[:, None, None]
+            largest = max(largest, float(np.where(fits, tail, 0.0).max()))
+        return largest
+
+    def _price(self, box: _Box) -> _Box:
+        """Prices by cutting planes over coarse buckets: every shortest path found is a constraint on the prices."""
+        question = self.question
+        loads = self._masked(box)
+        limited = box.pipelines[1] < self.most_pipelines
+        cuts: list[tuple[float, float, Ints]] = []  # sum - max, max / b, use
+        prices, mu = box.prices, box.pipeline_price
+        if limited and mu == 0.0:
+            # Few pipelines are dear: a quarter of the batch for the right to the only one, less for more of them.
+            part = 0.25 / box.pipelines[1]
+            prices, mu = prices * (1 - part), part * question.need / box.pipelines[1]
+        buckets = box.buckets or self._tighten(replace(box, prices=prices, pipeline_price=mu, buckets=self._grid(box, loads)), loads).buckets
+        found: _Box | None = None
+        for _ in range(CUTTING_PLANES):
+            trial = replace(box, prices=prices, pipeline_price=mu)
+            racing = sorted(buckets, key=lambda b: b.time_s)[:RACING]
+            racing = self._evaluate(trial, loads, racing, cuts)
+            time_s = min((b.time_s for b in racing), default=self.value_s)
+            if found is None or time_s > found.time_s:
+                found = replace(trial, time_s=time_s)
+            if not cuts or time_s >= self.target_s - box.tail[0] or self.clock.over:
+                break
+            rows = np.array([[1.0, *(-rate * use), *([-rate] if limited else [])] for _, rate, use in cuts], dtype=float)
+            upper = np.array([lead for lead, _, _ in cuts])
+            budget = np.array([[0.0, *question.available, *([float(box.pipelines[1])] if limited else [])]], dtype=float)
+            objective = np.zeros(rows.shape[1])
+            objective[0] = -1.0
+            self.clock.calls.linear_programs += 1
+            try:
+                solution = solver.linear_program(
+                    objective, rows, upper, equal_rows=budget, equal_to=np.array([float(question.need)])
+                )
+            except solver.NoSolutionError:
+                break
+            if float(solution.x[0]) <= found.time_s * 1.003:
+                break
+            # Part of the way to the new prices: cutting planes alone jump from corner to corner.
+            prices = 0.4 * prices + 0.6 * solution.x[1 : 1 + len(prices)]
+            mu = 0.4 * mu + 0.6 * float(solution.x[-1]) if limited else 0.0
+        assert found is not None
+        buckets = tuple(self._evaluate(found, loads, list(buckets)))
+        found = self._tighten(replace(found, buckets=buckets, time_s=0.0, priced=True), loads)
+        return found if found.time_s > box.time_s else replace(box, solved=True, priced=True)
+
+    def _grid(self, box: _Box, loads: list[Array]) -> tuple[_Bucket, ...]:
+        """Coarse buckets for the maximum, from the least it can be to the value at hand."""
+        single = np.arange(self.question.num_layers)
+        grid = []
+        for index, load in enumerate(loads):
+            # Some layer has to be run: no pipeline's maximum is below the largest of the layers' least loads.
+            least = float(load[:, :, single, single + 1].min(axis=(0, 1)).max())
+            if least < self.value_s:
+                edges = np.geomspace(least * (1 - 1e-9), self.value_s, BUCKETS + 1)
+                grid += [_Bucket(index, float(a), float(b), 0.0) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+        return tuple(grid)
+
+    def _evaluate(
+        self, box: _Box, loads: list[Array], buckets: list[_Bucket], cuts: list[tuple[float, float, Ints]] | None = None
+    ) -> list[_Bucket]:
+        """The buckets with the least T of their pipelines, or a value from which on it does not matter; cuts on request."""
+        out = []
+        for index, table in enumerate(self.tables(box.pipelines[0] > 1)):
+            own = [b for b in buckets if b.table == index]
+            if not own:
+                continue
+            low = np.array([b.low for b in own])
+            high = np.array([b.high for b in own])
+            rate = low / table.costs.micro_batch
+            target = self.target_s - box.tail[0]
+            limit = target - rate * box.pipeline_price + low
+            value, use = self._paths(table, loads[index], rate, high, limit, box, cuts is not None)
+            time_s = value + rate * box.pipeline_price - low
+            out += [b._replace(time_s=float(t), fresh=True) for b, t in zip(own, time_s, strict=True)]
+            if cuts is not None:
+                for n in np.nonzero(value < limit)[0]:
+                    spent = float(rate[n] * (use[n] @ box.prices))
+                    cuts.append((float(value[n]) - spent - float(low[n]), float(rate[n]), use[n]))
+        return out
+
+    def _paths(
+        self, table: _Tables, load: Array, rate: Array, cap: Array, limit: Array, box: _Box, want_use: bool
+    ) -> tuple[Array, list[Ints]]:
+        """(C,) least of sum + rate x price over pipelines with stages below each cap, or `limit`; resources of each if wanted.
+
+        `value[c, k, i]` is the least cost of the stages from layer i on when the first of them is of class k, one array per
+        number of stages.
+        """
+        self.paths += len(rate)
+        unit_price = self.question.use @ box.prices
+        usable = np.nonzero(np.isfinite(load).any(axis=(1, 2, 3)))[0]
+        best = limit.copy()
+        if not len(usable):
+            return best, []
+        num_layers = self.question.num_layers
+        loads = load[usable].transpose(1, 0, 3, 2)  # (q, k, j, i)
+        reach = loads + table.ends[usable].transpose(0, 2, 1)
+        joins = table.twice[np.ix_(usable, usable)].transpose(1, 0, 2)[None]  # (1, k2, k, j)
+        price = (rate[:, None] * unit_price[usable])[:, :, None]
+        deepest = min(num_layers, self.question.job.max_depth or num_layers, int(self.question.limits.sum()))
+        # Whatever is put before layer i costs at least the least seconds of its layers and the price of one more stage.
+        single = np.arange(num_layers)
+        alone = loads[:, :, single + 1, single].min(axis=(0, 1))
+        before = np.concatenate([[0.0], np.cumsum(np.where(np.isfinite(alone), alone, 0.0))])
+        before = before[None, :] + rate[:, None] * float(unit_price[usable].min())
+        cheapest = float(unit_price[usable].min())
+        values: list[Array] = []
+        stops = np.full(len(rate), -1)
+        block, block_of = np.zeros(0), -1
+        for depth in range(1, deepest + 1):
+            q = int(table.position[min(depth, loads.shape[0]) - 1])
+            if q != block_of:
+                block, block_of = np.where(reach[None, q] <= cap[:, None, None, None], loads[None, q], math.inf), q
+            if depth == 1:
+                value = block[:, :, num_layers] + price
+            else:
+                after = (joins + values[-1][:, :, None]).min(axis=1)  # (c, k, j)
+                value = (block + after[:, :, :, None]).min(axis=2) + price
+            values = [*values, value] if want_use else [value]
+            # Few micro-batches: only pipelines that are not worth their price with fewer micro-batches than stages.
+            if not (table.shallow and cheapest * depth + box.pipeline_price >= table.costs.micro_batch * (depth - 1)):
+                whole = value[:, :, 0].min(axis=1)
+                stops[whole < best] = depth
+                best = np.minimum(best, whole)
+            if (value.min(axis=1)[:, 1:] + before[:, 1:] >= best[:, None]).all():
+                break
+        if not want_use:
+            return best, []
+        return best, [
+            self._trace(values[: stops[c]], loads, reach, joins[0], table, float(cap[c]), c, usable) if stops[c] > 0 else self._none
+            for c in range(len(rate))
+        ]
+
+    def _trace(
+        self, values: list[Array], loads: Array, reach: Array, joins: Array, table: _Tables, cap: float, c: int, usable: Ints
+    ) -> Ints:
+        """Resources of the pipeline behind `values[-1][c, :, 0]`."""
+        use = np.zeros(self.question.use.shape[1], dtype=np.int64)
+        i, k = 0, int(values[-1][c, :, 0].argmin())
+        for depth in range(len(values), 0, -1):
+            use += self.question.use[usable[k]]
+            if depth > 1:
+                q = int(table.position[min(depth, loads.shape[0]) - 1])
+                seconds = np.where(reach[q, k, :, i] <= cap, loads[q, k, :, i], math.inf)
+                score = seconds[None, :] + joins[:, k] + values[depth - 2][c]
+                k, i = (int(x) for x in np.unravel_index(int(score.argmin()), score.shape))
+        return use
+
+
+def _stale(buckets: tuple[_Bucket, ...]) -> tuple[_Bucket, ...]:
+    return tuple(b._replace(fresh=False) for b in buckets)
+
+
+def _first_equal(load: Array) -> Ints:
+    """(Q,) for each position the first one with the same loads: where memory does not bind, in-flight counts do not matter."""
+    out = np.arange(load.shape[1])
+    for q in range(1, load.shape[1]):
+        if np.array_equal(load[:, q], load[:, q - 1]):
+            out[q] = out[q - 1]
+    return out

@@ -1,0 +1,569 @@
+"""``plan(model_profile, cluster)``: which devices form which pipelines, their micro-batches and their stages.
+
+    question   classes of units, costs per micro-batch size, units available            (question, cost)
+    splits     stages of all templates, for a smallest tp degree and a sync deadline    (stage_split)
+    choice     pipelines and micro-batches                                              (data_split)
+    plan       chosen units onto nodes, everything recomputed with the true links       (placement, assemble)
+    bound      what no plan can beat                                                    (bound)
+
+Small questions are searched exhaustively: every number of pipelines, every deadline that changes anything, all templates,
+with the (sum, max) points of the chosen ones refined until they are exact. Larger ones restrict the templates, which the plan
+says; its bound holds for all plans all the same.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from planner import assemble, bound, cost, data_split, stage_split
+from planner.assemble import Candidate, Chain
+from planner.cluster import Cluster
+from planner.cost import Array, Costs, StageTable
+from planner.data_split import Columns, Group
+from planner.job import Job
+from planner.plans import Plan
+from planner.profile import ModelProfile
+from planner.question import Clock, Progress, Question, ask
+from planner.stage_split import Ints, Template, Templates, TooManyTemplates
+
+# A question with at most so many devices and templates is searched exhaustively, to this relative precision.
+EXACT_DEVICES = 12
+EXACT_TEMPLATES = 500
+EXACT_TOLERANCE = 1e-6
+# A larger one: most templates, relative precision of T, ratio of neighbouring deadlines, stages per pipeline tried in turn.
+MOST_TEMPLATES = 3000
+ALL_CLASSES = 150  # templates up to which pipelines may mix more than two classes
+TOLERANCE = 2e-4
+DEADLINE_STEP = 0.9
+DEPTHS = (4, 8, 16, 32, 64, 128)
+KEEP = 1.08  # micro-batch sizes and classes whose columns are this near the best stay in the race
+ROUGH = 0.02  # left cuts that differ by less than this share of a stage are taken as one
+ALONE = 32  # devices up to which a single pipeline is always tried
+
+
+def plan(
+    profile: ModelProfile,
+    cluster: Cluster,
+    job: Job | None = None,
+    *,
+    time_limit: float | None = None,
+    progress: Progress | None = None,
+) -> Plan:
+    """The fastest training configuration of a model on a cluster, with a bound on how far from optimal it can be.
+
+    Parameters
+    ----------
+    profile
+        Measured layer costs.
+    cluster
+        Nodes, devices and links.
+    job
+        What to train and which choices are allowed; defaults for all fields.
+    time_limit
+        Seconds; when they are over the best plan so far is returned, marked unproved.
+    progress
+        Called with (fraction done, what is being done).
+
+    Raises
+    ------
+    Infeasible
+        If nothing fits, naming the nearest miss and the cheapest change that would fit.
+    ValueError
+        If profile, cluster and job do not go together.
+    """
+    return plans(profile, cluster, job, time_limit=time_limit, progress=progress)[0]
+
+
+def plans(
+    profile: ModelProfile,
+    cluster: Cluster,
+    job: Job | None = None,
+    *,
+    top: int = 1,
+    time_limit: float | None = None,
+    progress: Progress | None = None,
+) -> list[Plan]:
+    """The best `top` different plans found, fastest first; parameters as in `plan`."""
+    clock = Clock(time_limit=time_limit, progress=progress)
+    question = ask(profile, cluster, job or Job())
+    best = _Best(top)
+    lower = _search_all(question, best, clock)
+    if not best.found:
+        raise assemble.infeasible(question)
+    if lower is None:
+        lower = bound.lower_bound(question, best.found[0].time_s, clock, best.hints)
+    return [assemble.to_plan(question, each, lower, clock, sorted(best.restrictions)) for each in best.found]
+
+
+@dataclass(slots=True)
+class _Best:
+    """The best different plans so far, with their true times."""
+
+    top: int
+    found: list[assemble.Found] = field(default_factory=list)
+    restrictions: set[str] = field(default_factory=set)
+    hints: dict[int, bound.Hint] = field(default_factory=dict)
+
+    @property
+    def limit_s(self) -> float:
+        """A candidate has to be below this."""
+        return self.found[-1].time_s if len(self.found) >= self.top else math.inf
+
+    def offer(self, question: Question, candidate: Candidate) -> None:
+        """Place a candidate on the nodes and keep it if it is among the best."""
+        each = assemble.evaluate(question, candidate)
+        if each is None or any(each.candidate.chains == other.candidate.chains for other in self.found):
+            return
+        self.found = sorted([*self.found, each], key=lambda f: (f.time_s, f.num_pipelines, f.key))[: self.top]
+
+
+def _search_all(question: Question, best: _Best, clock: Clock) -> float | None:
+    """Search the whole and its parts under pessimistic and optimistic links; the optimum of all plans if that was proved."""
+    proved: float | None = None
+    for part in question.parts():
+        if part is not question and bound.work_bound(part) >= best.limit_s:
+            continue
+        for view in (part,) if part.uniform else (part, part.fast):
+            graphs = _exact_graphs(view)
+            if graphs is not None:
+                value = _exact(view, part, graphs, best, clock)
+                if part is question and (question.uniform or view is not part) and not clock.over:
+                    proved = value
+            else:
+                _broad(view, part, best, clock)
+    return proved
+
+
+@dataclass(slots=True, eq=False)
+class _Row:
+    """Stage costs of one micro-batch size under some in-flight rule, before a deadline masks stages.
+
+    `most` is the largest number of micro-batches the in-flight counts were limited to, if they were; such a row is only for
+    templates deeper than that.
+    """
+
+    costs: Costs
+    table: StageTable
+    most: int | None = None
+
+    def masked(self, tail: Array, deadline: float) -> StageTable:
+        if deadline == math.inf:
+            return self.table
+        return replace(self.table, load=np.where(tail[:, None] > deadline, math.inf, self.table.load))
+
+
+@dataclass(slots=True, eq=False)
+class _Splits:
+    """All templates of all rows as columns of level 1."""
+
+    columns: Columns
+    tables: list[StageTable]
+    graph: Templates
+    memo: dict[tuple[int, int], Template] = field(default_factory=dict)
+
+    def template(self, column: int) -> Template:
+        row, t = (int(x) for x in self.columns.label[column])
+        if (row, t) not in self.memo:
+            self.memo[row, t] = Template(self.tables[row], self.graph.counts[t])
+        return self.memo[row, t]
+
+
+def _rows(view: Question, depth: int, synced: bool, corner: bool) -> list[_Row]:
+    """One row per micro-batch size; with `corner`, also for pipelines of fewer micro-batches than stages."""
+    rows = []
+    for costs in view.costs:
+        table = cost.stage_table(costs, range(1, depth + 1), synced)
+        if not np.isfinite(table.load).any():
+            continue
+        rows.append(_Row(costs, table))
+        for most in range(1, depth) if corner else ():
+            limited = cost.stage_table(costs, [min(q, most) for q in range(1, depth + 1)], synced)
+            if not np.array_equal(limited.load, table.load):
+                rows.append(_Row(costs, limited, most))
+    return rows
+
+
+def _split(
+    view: Question, rows: list[_Row], graph: Templates, tails: list[Array], deadline: float, weights: list[tuple[float, float]]
+) -> _Splits:
+    """Stage splits of every template under a deadline, one (sum, max) point per pair of weights."""
+    use = graph.counts @ view.use
+    depth = graph.num_stages
+    parts: list[tuple[Array, Array, Ints, int, int]] = []
+    tables = []
+    for index, (row, tail) in enumerate(zip(rows, tails, strict=True)):
+        table = row.masked(tail, deadline)
+        tables.append(table)
+        if len(weights) == 1:
+            table = _roughly(table)
+        sweeps = [stage_split.sweep(table, graph, weight_sum=a, weight_max=b) for a, b in weights]
+        fits = np.isfinite(sweeps[0].sum_s) & (depth > (row.most or 0))
+        t = np.nonzero(fits)[0]
+        sums = np.stack([each.sum_s[t] for each in sweeps], axis=1)
+        maxs = np.stack([each.max_s[t] for each in sweeps], axis=1)
+        parts.append((sums, maxs, t, index, row.most or view.need))
+    columns = Columns(
+        use=np.concatenate([use[t] for _, _, t, _, _ in parts]),
+        size=np.concatenate([np.full(len(t), rows[i].costs.micro_batch) for _, _, t, i, _ in parts]),
+        sum_s=np.concatenate([s for s, *_ in parts]),
+        max_s=np.concatenate([c for _, c, *_ in parts]),
+        most=np.concatenate([np.full(len(t), most) for _, _, t, _, most in parts]),
+        label=np.concatenate([np.stack([np.full(len(t), i), t], axis=1) for _, _, t, i, _ in parts]),
+    )
+    return _Splits(columns, tables, graph)
+
+
+def _roughly(table: StageTable) -> StageTable:
+    """With a single left cut where they differ by little against the stages: a third of the work, near enough to choose by."""
+    finite = table.load[np.isfinite(table.load)]
+    left = np.where(np.isfinite(table.left), table.left, 0.0)
+    if table.left.shape[1] > 1 and len(finite) and np.isfinite(table.left).all():
+        if float(np.ptp(left, axis=1).max()) < ROUGH * float(np.median(finite)):
+            return table.with_one_left()
+    return table
+
+
+def _candidate(view: Question, splits: _Splits, counts: Ints) -> Candidate | None:
+    """The chosen columns with exact splits, exact micro-batches and the tail of the pipelines there really are."""
+    columns = splits.columns
+    chosen = np.nonzero(counts)[0]
+    groups = []
+    for t in chosen:
+        most = min(int(columns.most[t]), -(-view.need // int(columns.size[t])))
+        front = splits.template(int(t)).front(most)
+        points = tuple((split.sum_s, split.max_s) for split in front)
+        groups.append(Group(count=int(counts[t]), size=int(columns.size[t]), points=points, most=most))
+    shared = data_split.share(groups, view.need)
+    if shared is None:
+        return None
+    chains = []
+    for t, group, total in zip(chosen, groups, shared[1], strict=True):
+        each, more = divmod(total, group.count)
+        for m, number in ((each + 1, more), (each, group.count - more)):
+            if number:
+                split = splits.template(int(t)).walk(m)
+                assert split is not None
+                chains.append(Chain(number, group.size, m, split.stages))
+    return Candidate(tuple(sorted(chains)), shared[0])
+
+
+# Exhaustive search.
+
+
+def _exact_graphs(view: Question) -> dict[int, Templates] | None:
+    """All templates for each smallest tp degree, or None if the question is too large for the exhaustive search."""
+    if view.cluster is not None and len(view.cluster.devices) > EXACT_DEVICES:
+        return None
+    graphs = {}
+    for min_tp in view.degrees:
+        try:
+            graphs[min_tp] = _graph(view, min_tp, view.num_layers, len(view.classes), EXACT_TEMPLATES)
+        except TooManyTemplates:
+            return None
+    return graphs
+
+
+def _graph(view: Question, min_tp: int, depth: int, max_classes: int, at_most: int) -> Templates:
+    job = view.job
+    depth = min(depth, view.num_layers, job.max_depth or depth)
+    max_classes = min(max_classes, job.max_classes or max_classes)
+    limits = np.where(view.tp >= min_tp, view.limits, 0)
+    return stage_split.templates(limits, view.use, view.available, depth, max_classes, at_most)
+
+
+def _exact(view: Question, part: Question, graphs: dict[int, Templates], best: _Best, clock: Clock) -> float:
+    """Search everything; returns the optimum under the view's links, or a lower bound on it that the best plan meets."""
+    lowest = math.inf
+    for index, (min_tp, graph) in enumerate(graphs.items()):
+        clock.templates += len(graph.counts)
+        depth = int(graph.num_stages.max(initial=0))
+        if depth == 0:
+            continue
+        most_pipelines = min(int(view.available.sum()), view.need)
+        cases = []
+        for synced in (False, True):
+            rows = _rows(view, depth, synced, corner=True)
+            if not rows:
+                continue
+            splits = _split(view, rows, graph, [np.zeros(0)] * len(rows), math.inf, [(1.0, 0.0), (0.0, 1.0)])
+            for num_pipelines in range(2, most_pipelines + 1) if synced else (1,):
+                tails = [view.sync(row.costs, num_pipelines, min_tp).tail for row in rows]
+                floor = _least_tail(rows, tails)
+                relaxed = _relaxed(view, _optimistic(splits.columns), num_pipelines, clock)
+                if relaxed is not None:
+                    cases.append((relaxed + floor, num_pipelines, rows, tails, floor, splits))
+        cases.sort(key=lambda case: (case[0], case[1]))
+        for done, (value, num_pipelines, rows, tails, floor, splits) in enumerate(cases):
+            clock.tell((index + done / len(cases)) / len(graphs), f"tp >= {min_tp}, up to {num_pipelines} pipelines")
+            if value >= min(best.limit_s, lowest) or clock.over:
+                break
+            lowest = min(lowest, _descend(view, part, graph, rows, tails, floor, splits, num_pipelines, best, clock))
+    return min(lowest, best.limit_s)
+
+
+def _descend(
+    view: Question,
+    part: Question,
+    graph: Templates,
+    rows: list[_Row],
+    tails: list[Array],
+    floor: float,
+    splits: _Splits,
+    num_pipelines: int,
+    best: _Best,
+    clock: Clock,
+) -> float:
+    """All plans of at most so many pipelines, from the slackest deadline on the tail to the tightest that can pay."""
+    least, deadline = math.inf, math.inf
+    while not clock.over:
+        if deadline < math.inf:
+            splits = _split(view, rows, graph, tails, deadline, [(1.0, 0.0), (0.0, 1.0)])
+        limit = best.limit_s if best.top > 1 else min(best.limit_s, least)
+        solved = _refine(view, splits, num_pipelines, limit - floor, clock)
+        if solved is None:
+            break
+        time_s, counts = solved
+        candidate = _candidate(view, splits, counts)
+        assert candidate is not None
+        best.offer(part, candidate)
+        by_size = {row.costs.micro_batch: tail for row, tail in zip(rows, tails, strict=True)}
+        tail = max(
+            float(by_size[chain.micro_batch][stage.class_index, stage.first, stage.end])
+            for chain in candidate.chains
+            for stage in chain.stages
+        )
+        least = min(least, time_s + tail)
+        # What is left has a smaller tail, and one that time_s can still make up for.
+        deadline = min(tail * (1 - 1e-9), limit - time_s)
+        if deadline < floor:
+            break
+    return least
+
+
+def _least_tail(rows: list[_Row], tails: list[Array]) -> float:
+    """No plan has a smaller tail: each layer is on some stage."""
+    least = np.min([cost.least_tail(row.table.load, tail) for row, tail in zip(rows, tails, strict=True)], axis=0)
+    return float(least.max())
+
+
+def _optimistic(columns: Columns) -> Columns:
+    """The least sum with the least maximum, as if one split had both."""
+    return replace(columns, sum_s=columns.sum_s.min(axis=1)[:, None], max_s=columns.max_s.min(axis=1)[:, None])
+
+
+def _relaxed(view: Question, columns: Columns, num_pipelines: int, clock: Clock) -> float | None:
+    if not len(columns.size):
+        return None
+    found = _relax(view, columns, num_pipelines, clock)
+    return None if found is None else found.time_s
+
+
+def _refine(
+    view: Question, splits: _Splits, num_pipelines: int, upper: float, clock: Clock
+) -> tuple[float, Ints] | None:
+    """Optimum of level 1: solve with optimistic points, make the chosen templates exact, until all chosen ones are."""
+    real = splits.columns
+    if not len(real.size):
+        return None
+    points = 8
+    optimistic = _optimistic(real)
+    sums, maxs = np.full((2, len(real.size), points), math.inf)
+    sums[:, 0], maxs[:, 0] = optimistic.sum_s[:, 0], optimistic.max_s[:, 0]
+    attained = ((real.sum_s <= sums[:, :1]) & (real.max_s <= maxs[:, :1] * (1 + 1e-9))).any(axis=1)
+    columns = replace(real, sum_s=sums, max_s=maxs)
+    start = _relaxed(view, columns, num_pipelines, clock)
+    while start is not None and start < upper:
+        choice = data_split.least_time(
+            columns,
+            view.available,
+            view.need,
+            start=start,
+            upper=upper,
+            max_pipelines=num_pipelines,
+            tolerance=EXACT_TOLERANCE,
+            backend="numpy",
+            calls=clock.calls,
+        )
+        if choice is None:
+            return None
+        vague = [t for t in np.nonzero(choice.counts)[0] if not attained[t]]
+        if not vague:
+            return choice.time_s, choice.counts
+        for t in vague:
+            most = min(int(columns.most[t]), -(-view.need // int(columns.size[t])))
+            front = splits.template(int(t)).front(most)
+            if len(front) > sums.shape[1]:
+                more = np.full((len(sums), len(front) - sums.shape[1]), math.inf)
+                sums, maxs = np.concatenate([sums, more], axis=1), np.concatenate([maxs, more], axis=1)
+            sums[t], maxs[t] = math.inf, math.inf
+            sums[t, : len(front)] = [split.sum_s for split in front]
+            maxs[t, : len(front)] = [split.max_s for split in front]
+            attained[t] = True
+        columns = replace(columns, sum_s=sums, max_s=maxs)
+        start = max(start, choice.bound_s)
+    return None
+
+
+# Restricted search.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Cell:
+    """Columns under one deadline, and the time fractional pipelines would reach with them; `tail_s` they then leave."""
+
+    relaxed: data_split.Relaxation
+    tail_s: float
+    splits: _Splits
+    min_tp: int
+    max_pipelines: int | None = None
+
+    @property
+    def total_s(self) -> float:
+        return self.relaxed.time_s + self.tail_s
+
+
+def _broad(view: Question, part: Question, best: _Best, clock: Clock) -> None:
+    """Templates of limited depth and few classes over falling deadlines; then integer programs, the most promising first."""
+    cells: list[_Cell] = []
+    for index, min_tp in enumerate(view.degrees):
+        if clock.over and cells:
+            break
+        clock.tell(index / len(view.degrees), f"templates with tp >= {min_tp}")
+        cells += _cells(view, min_tp, min((cell.total_s for cell in cells), default=math.inf), best, clock)
+    cells.sort(key=lambda cell: (cell.total_s, cell.min_tp))
+    for n, cell in enumerate(cells):
+        if best.found and (clock.over or cell.total_s >= best.limit_s):
+            break
+        clock.tell(n / len(cells), "pipelines and micro-batches")
+        choice = data_split.least_time(
+            cell.splits.columns,
+            view.available,
+            view.need,
+            start=cell.relaxed.time_s,
+            upper=best.limit_s - cell.tail_s * (1 - 1e-6),
+            max_pipelines=cell.max_pipelines,
+            tolerance=TOLERANCE,
+            calls=clock.calls,
+        )
+        candidate = None if choice is None else _candidate(view, cell.splits, choice.counts)
+        if candidate is not None:
+            best.offer(part, candidate)
+
+
+def _cells(view: Question, min_tp: int, least: float, best: _Best, clock: Clock) -> list[_Cell]:
+    """One cell without a deadline, then one below the tail that each leaves, while that can pay; one for a single pipeline."""
+    cells: list[_Cell] = []
+    graph, rows, splits, relaxed = _deep_enough(view, min_tp, True, best, clock)
+    if relaxed is not None:
+        best.hints[min_tp] = bound.Hint(relaxed.prices, relaxed.num_pipelines)
+        num_pipelines = max(2, round(relaxed.num_pipelines))
+        tails = [view.sync(row.costs, num_pipelines, min_tp).tail for row in rows]
+        floor = _least_tail(rows, tails)
+        while relaxed is not None:
+            tail = _tail_left(splits, relaxed, tails)
+            cells.append(_Cell(relaxed, tail, splits, min_tp))
+            least = min(least, cells[-1].total_s)
+            if relaxed.time_s + floor >= least or tail * DEADLINE_STEP < floor or clock.over:
+                break
+            rows, tails, graph = _worth_keeping(view, rows, tails, splits, relaxed)
+            deadline = min(tail * DEADLINE_STEP, least - relaxed.time_s)
+            splits = _split(view, rows, graph, tails, deadline, [(1.0, _micro_batches(view, num_pipelines))])
+            relaxed = _relax(view, splits.columns, None, clock)
+    if relaxed is None or len(view.cluster.devices) <= ALONE or not cells:
+        _, rows, splits, relaxed = _deep_enough(view, min_tp, False, best, clock)
+        if relaxed is not None:
+            tail = _tail_left(splits, relaxed, [view.sync(row.costs, 1, min_tp).tail for row in rows])
+            cells.append(_Cell(relaxed, tail, splits, min_tp, max_pipelines=1))
+    return cells
+
+
+def _tail_left(splits: _Splits, relaxed: data_split.Relaxation, tails: list[Array]) -> float:
+    """Largest tail among the stages of the columns in a fractional solution."""
+    tail = 0.0
+    for t in relaxed.used:
+        split = splits.template(int(t)).walk(max(1.0, (relaxed.time_s - splits.columns.sum_s[t, 0]) / splits.columns.max_s[t, 0]))
+        assert split is not None
+        tail = max(tail, *(float(tails[int(splits.columns.label[t, 0])][s.class_index, s.first, s.end]) for s in split.stages))
+    return tail
+
+
+def _worth_keeping(
+    view: Question, rows: list[_Row], tails: list[Array], splits: _Splits, relaxed: data_split.Relaxation
+) -> tuple[list[_Row], list[Array], Templates]:
+    """Micro-batch sizes and classes of the columns that would be worth their price within KEEP of the time."""
+    near = relaxed.column_time_s <= relaxed.time_s * KEEP
+    label = splits.columns.label[near]
+    kept = np.unique(label[:, 0])
+    used = (splits.graph.counts[label[:, 1]] > 0).any(axis=0)
+    graph = splits.graph
+    if not used.all():
+        graph = stage_split.restricted(graph, used)
+    return [rows[i] for i in kept], [tails[i] for i in kept], graph
+
+
+def _deep_enough(
+    view: Question, min_tp: int, synced: bool, best: _Best, clock: Clock
+) -> tuple[Templates, list[_Row], _Splits, data_split.Relaxation | None]:
+    """Templates of growing depth, until the fractional solution has no use for the deepest."""
+    previous: tuple[Templates, list[_Row], _Splits, data_split.Relaxation | None] | None = None
+    max_pipelines = None if synced else 1
+    for depth in DEPTHS:
+        depth = min(depth, view.num_layers)
+        graph, restriction = _fitting(view, min_tp, depth)
+        rows = _rows(view, depth, synced, corner=False)
+        weight = _micro_batches(view, max_pipelines or max(2, int(view.limits.max()) // depth))
+        splits = _split(view, rows, graph, [np.zeros(0)] * len(rows), math.inf, [(1.0, weight)]) if rows else _nothing(view, graph)
+        relaxed = _relax(view, splits.columns, max_pipelines, clock)
+        clock.templates = max(clock.templates, len(graph.counts))
+        best.restrictions |= restriction
+        found = graph, rows, splits, relaxed
+        if previous is not None and previous[3] is not None and relaxed is not None:
+            if relaxed.time_s > previous[3].time_s * (1 - 1e-3):
+                return previous
+        previous = found
+        deepest = int(graph.num_stages.max(initial=0))
+        if depth == view.num_layers or deepest < depth:
+            break
+        if relaxed is not None and graph.num_stages[splits.columns.label[relaxed.used, 1]].max() < depth:
+            break
+    assert previous is not None
+    return previous
+
+
+def _nothing(view: Question, graph: Templates) -> _Splits:
+    ints, floats = np.zeros((0, 1), dtype=np.int64), np.zeros((0, 1))
+    empty = Columns(
+        use=np.zeros((0, len(view.available)), dtype=np.int64),
+        size=ints[:, 0],
+        sum_s=floats,
+        max_s=floats,
+        most=ints[:, 0],
+        label=np.zeros((0, 2), dtype=np.int64),
+    )
+    return _Splits(empty, [], graph)
+
+
+def _fitting(view: Question, min_tp: int, depth: int) -> tuple[Templates, set[str]]:
+    """All templates of a depth if they are few; else those of at most two classes, and of the depth that keeps them few."""
+    for max_classes in (len(view.classes), 2, 1):
+        try:
+            graph = _graph(view, min_tp, depth, max_classes, ALL_CLASSES if max_classes > 2 else MOST_TEMPLATES)
+        except TooManyTemplates:
+            continue
+        return graph, {f"at most {max_classes} classes of device and tp per pipeline"} if max_classes < len(view.classes) else set()
+    return _fitting(view, min_tp, depth - 1)
+
+
+def _micro_batches(view: Question, num_pipelines: int) -> float:
+    """Micro-batches of a typical pipeline: what a unit of the maximum is worth against one of the sum."""
+    size = float(np.median([costs.micro_batch for costs in view.costs]))
+    return max(1.0, view.need / size / num_pipelines)
+
+
+def _relax(view: Question, columns: Columns, max_pipelines: int | None, clock: Clock) -> data_split.Relaxation | None:
+    if not len(columns.size):
+        return None
+    return data_split.relaxed_time(columns, view.available, view.need, max_pipelines=max_pipelines, calls=clock.calls)
