@@ -13,15 +13,15 @@ from planner import cost, data_split
 from planner.cluster import Device, Link
 from planner.cost import Costs, SyncTable
 from planner.placement import DoesNotPack, Unit, place, unit_link
-from planner.plans import Block, Infeasible, Pipeline, Plan, Predicted, Provenance, Stage, StageMemory
+from planner.plans import Block, Pipeline, Plan, Predicted, Provenance, Stage, StageMemory
 from planner.question import Clock, Question
 from planner.stage_split import Stage as Part
 
 
 class Chain(NamedTuple):
-    """`count` equal pipelines: samples per micro-batch, micro-batches, stages."""
+    """`number` equal pipelines: samples per micro-batch, micro-batches, stages."""
 
-    count: int
+    number: int
     micro_batch: int
     num_micro_batches: int
     stages: tuple[Part, ...]
@@ -37,7 +37,7 @@ class Candidate:
     @property
     def num_pipelines(self) -> int:
         """P."""
-        return sum(chain.count for chain in self.chains)
+        return sum(chain.number for chain in self.chains)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +66,21 @@ class Found:
 
 
 def evaluate(question: Question, candidate: Candidate) -> Found | None:
-    """Put a candidate on the nodes, re-share the batch under the true links and price every term; None if it does not pack."""
+    """Put a candidate on the nodes, near along the pipelines or near along the rings, whichever is faster; None if it does
+    not pack."""
+    found = [_evaluate(question, candidate, by_stage) for by_stage in ((False,) if question.uniform else (False, True))]
+    return min((each for each in found if each is not None), key=lambda each: each.time_s, default=None)
+
+
+def _evaluate(question: Question, candidate: Candidate, by_stage: bool) -> Found | None:
+    """Place, re-share the batch under the true links and price every term."""
     costs_of = {each.micro_batch: each for each in question.costs}
-    chains = [chain for chain in candidate.chains for _ in range(chain.count)]
+    chains = [chain for chain in candidate.chains for _ in range(chain.number)]
     chains.sort(key=lambda chain: (-len(chain.stages), chain))
     message = max(float(costs_of[chain.micro_batch].inputs.max()) for chain in chains)
+    classes = [[question.classes[stage.class_index] for stage in chain.stages] for chain in chains]
     try:
-        placed = place(
-            question.cluster, [[question.classes[stage.class_index] for stage in chain.stages] for chain in chains], message
-        )
+        placed = place(question.cluster, classes, message, by_stage=by_stage)
     except DoesNotPack:
         return None
     hand_overs = [
@@ -339,8 +345,3 @@ def _versions() -> tuple[tuple[str, str], ...]:
         except PackageNotFoundError:
             out.append((name, "not installed"))
     return tuple(out)
-
-
-def infeasible(question: Question) -> Infeasible:
-    """Why nothing fits: the layer no device holds, or the stage that came nearest, and the cheapest change that would fit."""
-    return Infeasible("no plan fits")

@@ -18,26 +18,31 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from planner import cost, solver
+from planner import cost, data_split, solver
 from planner.cost import Array, Costs
+from planner.data_split import Columns
 from planner.question import Clock, Question
 from planner.stage_split import Ints
 
+Single = NDArray[np.float32]
+
 # Stages closer to the end than this have their own in-flight count, the others that of this position (fewer than true).
 POSITIONS = 8
-BUCKETS = 14  # per micro-batch size, to start with
+BUCKETS = 10  # per micro-batch size, to start with
+SINGLE = 1e-5  # relative safety of shortest paths, which are solved in single precision
 FINEST = 1.004  # ratio of a bucket's ends below which it is not halved
-ROUNDS = 8  # of bounding and halving buckets in a box
+ROUNDS = 4  # of bounding and halving buckets in a box
 CUTTING_PLANES = 6
 WIDEST = 12  # buckets bounded or halved per round
 RACING = 48  # buckets, the lowest, that prices are tried on
-PATHS = 3000  # shortest paths solved at most; deterministic, unlike a time limit
+PATHS = 3000  # shortest paths solved at most by default; deterministic, unlike a time limit
 PRECISION = 1e-3  # of the value: a box this near to it is done
 
 
@@ -109,20 +114,29 @@ class _Box:
 
 
 class Hint(NamedTuple):
-    """Prices of the resources, and the number of pipelines of the fractional plan they belong to."""
+    """Columns of level 1 under a deadline on the tail: the prices of their fractional plans are a good start."""
 
-    prices: Array
-    num_pipelines: float
+    deadline: float
+    columns: Columns
 
 
-def lower_bound(question: Question, value_s: float, clock: Clock, hints: Mapping[int, Hint] | None = None) -> float:
+def lower_bound(
+    question: Question,
+    value_s: float,
+    clock: Clock,
+    hints: Mapping[int, Sequence[Hint]] | None = None,
+    effort: float = 1.0,
+) -> float:
     """Lower bound on the iteration time of every plan; at most `value_s`, the time of a plan at hand.
 
     Parameters
     ----------
     hints
         For each smallest tp degree, from a search: where to start. Any others give a valid bound, with more effort.
+    effort
+        Multiple of the shortest paths solved by default.
     """
+    budget = effort * PATHS
     floor = work_bound(question)
     search = _Search(question.fast, value_s, clock)
     heap: list[tuple[float, int, _Box]] = []
@@ -131,8 +145,8 @@ def lower_bound(question: Question, value_s: float, clock: Clock, hints: Mapping
         heapq.heappush(heap, (max(box.bound_s, floor), number, box))
         number += 1
     tight = value_s
-    while heap and not clock.over and heap[0][0] < value_s * (1 - PRECISION) and search.paths < PATHS:
-        clock.tell(search.paths / PATHS, "lower bound")
+    while heap and not clock.over and heap[0][0] < value_s * (1 - PRECISION) and search.paths < budget:
+        clock.tell(search.paths / budget, "lower bound")
         least, _, box = heapq.heappop(heap)
         children = search.work(box)
         if not children:  # as tight as it gets
@@ -170,30 +184,38 @@ class _Search:
             rate = np.where(main, rate, 0.0)
         return rate * question.need / max(float(rate @ question.available), 1e-300)
 
-    def roots(self, hints: Mapping[int, Hint]) -> list[_Box]:
-        """For each smallest degree, ranges of the number of pipelines. Ranges of two or more share a first solution; a single
-        pipeline has no ring, so the smallest degree speaks for all."""
+    def roots(self, hints: Mapping[int, Sequence[Hint]]) -> list[_Box]:
+        """Two or more pipelines for each smallest degree; a single one has no ring, so the smallest degree speaks for all."""
+        self.hints = hints
         boxes = []
         for min_tp in self.question.degrees:
-            start = hints[min_tp].prices if min_tp in hints else self._first_prices()
-            natural = hints[min_tp].num_pipelines if min_tp in hints else math.inf
-            if min_tp == self.question.degrees[0]:
-                boxes.append(_Box(min_tp, (1, 1), (self._least_tail(min_tp, 1), math.inf), start))
-            low = 2
-            if low > self.most_pipelines or not math.isfinite(self._least_tail(min_tp, low)):
-                continue
-            every = (low, self.most_pipelines)
-            shared = self._price(_Box(min_tp, every, (self._least_tail(min_tp, low), math.inf), start))
-            while low <= self.most_pipelines:
-                high = min(2 * low - 1, self.most_pipelines)
-                tail = (self._least_tail(min_tp, low), math.inf)
-                boxes.append(replace(shared, pipelines=(low, high), tail=tail, buckets=_stale(shared.buckets), solved=False, priced=high >= natural))
-                low = high + 1
-        return [box for box in boxes if math.isfinite(box.tail[0])]
+            inside = min(max(self.question.node_size // min_tp, 1), self.most_pipelines)  # pipelines whose rings fit a node
+            ranges = [(1, 1)] if min_tp == self.question.degrees[0] else []
+            ranges += [ends for ends in ((2, inside), (inside + 1, self.most_pipelines)) if 2 <= ends[0] <= ends[1]]
+            for ends in ranges:
+                least = self._least_tail(min_tp, ends[0]) if ends[0] <= self.most_pipelines else math.inf
+                if math.isfinite(least):
+                    prices, pipeline_price = self._hinted(min_tp, ends[1], math.inf)
+                    boxes.append(_Box(min_tp, ends, (least, math.inf), prices, pipeline_price))
+        return boxes
+
+    def _hinted(self, min_tp: int, most: int, deadline: float) -> tuple[Array, float]:
+        """Prices of the fractional plan of at most so many pipelines whose deadline is nearest."""
+        known = self.hints.get(min_tp, ())
+        if known:
+            distance = [abs(math.log(min(hint.deadline, 1e9)) - math.log(min(deadline, 1e9))) for hint in known]
+            hint = known[int(np.argmin(distance))]
+            limit = most if most < self.most_pipelines else None
+            relaxed = data_split.relaxed_time(
+                hint.columns, self.question.available, self.question.need, max_pipelines=limit, calls=self.clock.calls
+            )
+            if relaxed is not None:
+                return relaxed.prices, relaxed.pipeline_price
+        return self._first_prices(), 0.0
 
     def work(self, box: _Box) -> list[_Box]:
         """The next thing to do for a box: bound its buckets, find prices for it, or split it; nothing if all is done."""
-        if not box.solved and box.buckets:
+        if not box.solved:
             return [self._tighten(box)]
         if not box.priced:
             return [self._price(box)]
@@ -241,6 +263,8 @@ class _Search:
         """Bound the buckets of a box, the lowest first: under its own mask, then halved until they are narrow."""
         loads = self._masked(box) if loads is None else loads
         target = self.target_s - box.tail[0]
+        if not box.buckets:
+            box = self._started(box, loads)
         buckets = sorted(box.buckets, key=lambda b: b.time_s)
         for _ in range(ROUNDS):
             low = [b for b in buckets[:WIDEST] if b.time_s < target and not (b.fresh and b.high < b.low * FINEST)]
@@ -253,32 +277,55 @@ class _Search:
                     work += [bucket._replace(high=middle), bucket._replace(low=middle)]
             buckets = sorted([b for b in buckets if b not in low] + self._evaluate(box, loads, work), key=lambda b: b.time_s)
         time_s = min(max(box.time_s, buckets[0].time_s if buckets else self.value_s), self.value_s)
-        return replace(box, buckets=tuple(buckets), time_s=time_s, solved=True)
+        narrow = not buckets or buckets[0].time_s >= target or buckets[0].high < buckets[0].low * FINEST
+        return replace(box, buckets=tuple(buckets), time_s=time_s, solved=narrow)
+
+    def _started(self, box: _Box, loads: list[Array]) -> _Box:
+        """Coarse buckets under the best of a few prices: those of the box, and between dear devices and dear pipelines."""
+        starts = [(box.prices, box.pipeline_price)]
+        if box.pipelines[1] < self.most_pipelines:
+            free, _ = self._hinted(box.min_tp, self.most_pipelines, box.tail[1])
+            most = self.question.need / box.pipelines[1]
+            starts += [(free * (1 - part), most * part) for part in (0.25, 1.0)]
+        best: _Box | None = None
+        for prices, pipeline_price in starts:
+            trial = replace(box, prices=prices, pipeline_price=pipeline_price)
+            buckets = self._evaluate(trial, loads, self._grid(trial, loads))
+            time_s = min((b.time_s for b in buckets), default=math.inf)
+            if best is None or time_s > min(b.time_s for b in best.buckets):
+                best = replace(trial, buckets=tuple(buckets))
+            if time_s >= self.target_s - box.tail[0]:
+                break
+        assert best is not None
+        return best
 
     def split(self, box: _Box) -> list[_Box]:
         """Two boxes that make up this one: by number of pipelines, or by tail; none if it is a point."""
         low, high = box.tail
         first, last = box.pipelines
-        top = high if high < math.inf else max(self._largest_tail(box), low)
+        # A longer tail than this cannot pay, whatever the pipelines do.
+        top = max(low, min(high if high < math.inf else self._largest_tail(box), self.target_s - box.time_s))
         by_pipelines = (1 - 1 / last) / (1 - 1 / first) if first < last else 1.0
         by_tail = top / max(low, 1e-12) if top > 0 else 1.0
         if max(by_pipelines, by_tail) < 1.01:
             return []
-        if by_pipelines > by_tail:
-            middle = (first + last) // 2
+        if by_pipelines > min(by_tail, 1.5):
+            parting = min(max(first, math.isqrt(first * last)), last - 1)
+            least = max(low, self._least_tail(box.min_tp, parting + 1))
             return [
-                replace(
-                    box,
-                    pipelines=ends,
-                    tail=(max(low, self._least_tail(box.min_tp, ends[0])), high),
-                    buckets=_stale(box.buckets),
-                    solved=False,
-                    priced=False,
-                )
-                for ends in ((first, middle), (middle + 1, last))
+                self._under(box, (first, parting), box.tail),
+                replace(box, pipelines=(parting + 1, last), tail=(least, high), buckets=_stale(box.buckets), solved=False),
             ]
-        middle = math.sqrt(max(low, top / 64) * top)
-        return [replace(box, tail=(low, middle), buckets=_stale(box.buckets), solved=False, priced=False), replace(box, tail=(middle, high))]
+        middle = math.sqrt(max(low, top / 16) * top)
+        return [self._under(box, box.pipelines, (low, middle)), replace(box, tail=(middle, high))]
+
+    def _under(self, box: _Box, pipelines: tuple[int, int], tail: tuple[float, float]) -> _Box:
+        """A tighter box: with hinted prices if they differ, else with what is known of its buckets."""
+        prices, pipeline_price = self._hinted(box.min_tp, pipelines[1], tail[1])
+        child = replace(box, pipelines=pipelines, tail=tail, solved=False, priced=False)
+        if np.allclose(prices, box.prices, rtol=1e-3) and math.isclose(pipeline_price, box.pipeline_price, rel_tol=1e-3):
+            return replace(child, buckets=_stale(box.buckets))
+        return replace(child, prices=prices, pipeline_price=pipeline_price, buckets=())
 
     def _largest_tail(self, box: _Box) -> float:
         largest = 0.0
@@ -295,11 +342,7 @@ class _Search:
         limited = box.pipelines[1] < self.most_pipelines
         cuts: list[tuple[float, float, Ints]] = []  # sum - max, max / b, use
         prices, mu = box.prices, box.pipeline_price
-        if limited and mu == 0.0:
-            # Few pipelines are dear: a quarter of the batch for the right to the only one, less for more of them.
-            part = 0.25 / box.pipelines[1]
-            prices, mu = prices * (1 - part), part * question.need / box.pipelines[1]
-        buckets = box.buckets or self._tighten(replace(box, prices=prices, pipeline_price=mu, buckets=self._grid(box, loads)), loads).buckets
+        buckets = box.buckets
         found: _Box | None = None
         for _ in range(CUTTING_PLANES):
             trial = replace(box, prices=prices, pipeline_price=mu)
@@ -332,7 +375,7 @@ class _Search:
         found = self._tighten(replace(found, buckets=buckets, time_s=0.0, priced=True), loads)
         return found if found.time_s > box.time_s else replace(box, solved=True, priced=True)
 
-    def _grid(self, box: _Box, loads: list[Array]) -> tuple[_Bucket, ...]:
+    def _grid(self, box: _Box, loads: list[Array]) -> list[_Bucket]:
         """Coarse buckets for the maximum, from the least it can be to the value at hand."""
         single = np.arange(self.question.num_layers)
         grid = []
@@ -342,7 +385,7 @@ class _Search:
             if least < self.value_s:
                 edges = np.geomspace(least * (1 - 1e-9), self.value_s, BUCKETS + 1)
                 grid += [_Bucket(index, float(a), float(b), 0.0) for a, b in zip(edges[:-1], edges[1:], strict=True)]
-        return tuple(grid)
+        return grid
 
     def _evaluate(
         self, box: _Box, loads: list[Array], buckets: list[_Bucket], cuts: list[tuple[float, float, Ints]] | None = None
@@ -375,31 +418,36 @@ class _Search:
         `value[c, k, i]` is the least cost of the stages from layer i on when the first of them is of class k, one array per
         number of stages.
         """
-        self.paths += len(rate)
         unit_price = self.question.use @ box.prices
         usable = np.nonzero(np.isfinite(load).any(axis=(1, 2, 3)))[0]
-        best = limit.copy()
-        if not len(usable):
-            return best, []
+        best: Single = limit.astype(np.float32)
+        cheapest = float(unit_price[usable].min(initial=math.inf))
+        if not len(usable) or (table.shallow and cheapest >= table.costs.micro_batch):
+            return limit, [self._none] * len(rate)
+        self.paths += len(rate)
         num_layers = self.question.num_layers
-        loads = load[usable].transpose(1, 0, 3, 2)  # (q, k, j, i)
-        reach = loads + table.ends[usable].transpose(0, 2, 1)
-        joins = table.twice[np.ix_(usable, usable)].transpose(1, 0, 2)[None]  # (1, k2, k, j)
-        price = (rate[:, None] * unit_price[usable])[:, :, None]
+        loads = load[usable].transpose(1, 0, 3, 2).astype(np.float32)  # (q, k, j, i)
+        reach = loads + table.ends[usable].transpose(0, 2, 1).astype(np.float32)
+        joins = table.twice[np.ix_(usable, usable)].transpose(1, 0, 2)[None].astype(np.float32)  # (1, k2, k, j)
+        price = (rate[:, None] * unit_price[usable])[:, :, None].astype(np.float32)
+        top: Single = (cap * (1 + SINGLE)).astype(np.float32)
         deepest = min(num_layers, self.question.job.max_depth or num_layers, int(self.question.limits.sum()))
-        # Whatever is put before layer i costs at least the least seconds of its layers and the price of one more stage.
+        # Whatever is put before layer i costs the least seconds of its layers, and the price of as many stages as those need.
         single = np.arange(num_layers)
         alone = loads[:, :, single + 1, single].min(axis=(0, 1))
-        before = np.concatenate([[0.0], np.cumsum(np.where(np.isfinite(alone), alone, 0.0))])
-        before = before[None, :] + rate[:, None] * float(unit_price[usable].min())
-        cheapest = float(unit_price[usable].min())
-        values: list[Array] = []
+        before = np.concatenate([[0.0], np.cumsum(np.where(np.isfinite(alone), alone, 0.0).astype(np.float64))])
+        stages = np.maximum(np.ceil(before[None, :] / cap[:, None] * (1 - 2 * SINGLE)), 1.0)
+        ahead: Single = (before[None, :] + rate[:, None] * cheapest * stages).astype(np.float32)
+        values: list[Single] = []
         stops = np.full(len(rate), -1)
-        block, block_of = np.zeros(0), -1
+        block: Single = np.zeros(0, dtype=np.float32)
+        block_of = -1
+        value: Single
         for depth in range(1, deepest + 1):
             q = int(table.position[min(depth, loads.shape[0]) - 1])
             if q != block_of:
-                block, block_of = np.where(reach[None, q] <= cap[:, None, None, None], loads[None, q], math.inf), q
+                block = np.where(reach[None, q] <= top[:, None, None, None], loads[None, q], np.float32(math.inf))
+                block_of = q
             if depth == 1:
                 value = block[:, :, num_layers] + price
             else:
@@ -411,17 +459,18 @@ class _Search:
                 whole = value[:, :, 0].min(axis=1)
                 stops[whole < best] = depth
                 best = np.minimum(best, whole)
-            if (value.min(axis=1)[:, 1:] + before[:, 1:] >= best[:, None]).all():
+            if (value.min(axis=1)[:, 1:] + ahead[:, 1:] >= best[:, None]).all():
                 break
+        found = np.where(stops > 0, np.minimum(best.astype(np.float64) * (1 - SINGLE), limit), limit)
         if not want_use:
-            return best, []
-        return best, [
-            self._trace(values[: stops[c]], loads, reach, joins[0], table, float(cap[c]), c, usable) if stops[c] > 0 else self._none
+            return found, []
+        return found, [
+            self._trace(values[: stops[c]], loads, reach, joins[0], table, top[c], c, usable) if stops[c] > 0 else self._none
             for c in range(len(rate))
         ]
 
     def _trace(
-        self, values: list[Array], loads: Array, reach: Array, joins: Array, table: _Tables, cap: float, c: int, usable: Ints
+        self, values: list[Single], loads: Single, reach: Single, joins: Single, table: _Tables, cap: np.float32, c: int, usable: Ints
     ) -> Ints:
         """Resources of the pipeline behind `values[-1][c, :, 0]`."""
         use = np.zeros(self.question.use.shape[1], dtype=np.int64)

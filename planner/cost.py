@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -105,12 +106,12 @@ class Costs:
     @property
     def num_layers(self) -> int:
         """L."""
-        return self.forward.shape[1]
+        return int(self.forward.shape[1])
 
     @property
     def measured(self) -> NDArray[np.bool_]:
         """(K,) True where the class has times at this micro-batch size."""
-        return np.isfinite(self.forward).all(axis=1)
+        return np.asarray(np.isfinite(self.forward).all(axis=1))
 
 
 def layer_costs(
@@ -329,7 +330,8 @@ class StageTable:
 def ranges(values: Array) -> Array:
     """(..., L) per-layer values to (..., L + 1, L + 1) sums over [i, j); entries with j < i are negative and unused."""
     prefix = np.concatenate([np.zeros((*values.shape[:-1], 1)), np.cumsum(values, axis=-1)], axis=-1)
-    return prefix[..., None, :] - prefix[..., :, None]
+    sums: Array = prefix[..., None, :] - prefix[..., :, None]
+    return sums
 
 
 def range_max(values: Array) -> Array:
@@ -417,7 +419,7 @@ def _recompute_s(costs: Costs, k: int, need: Array, flights: Array, wanted: NDAr
     free, flight = need[q, i, j], flights[q]
     best, exact = np.full(len(q), math.inf), True
     if math.prod(len(layers) + 1 for layers in members[1:]) <= RECOMPUTE_CHOICES:
-        cheapest = [_cheapest_sums(forward, np.array(layers), num_layers) for layers in members]
+        cheapest = [_cheapest_sums(tuple(float(forward[l]) for l in layers), tuple(layers), num_layers) for layers in members]
         sizes = [saved[layers[0]] for layers in members]
         for counts in np.ndindex(*(len(layers) + 1 for layers in members[1:])):
             cost, rest = np.zeros(len(q)), free.copy()
@@ -467,19 +469,20 @@ def _with_choice(points: Array, saved: float, forward: float) -> tuple[Array, bo
     return both[keep], False
 
 
-def _cheapest_sums(forward: Array, layers: NDArray[np.int64], num_layers: int) -> Array:
-    """(L+1, L+1, n+1): seconds of the c cheapest of `layers` inside [i, j); infinite where there are fewer."""
+@lru_cache(maxsize=256)
+def _cheapest_sums(forward: tuple[float, ...], layers: tuple[int, ...], num_layers: int) -> Array:
+    """(L+1, L+1, n+1): seconds of the c cheapest of n layers (with these forwards) inside [i, j); infinite if there are fewer."""
+    seconds, where = np.array(forward), np.array(layers)
     inside = np.zeros(num_layers + 1, dtype=np.int64)
-    inside[1:] = np.cumsum(np.isin(np.arange(num_layers), layers))
+    inside[1:] = np.cumsum(np.isin(np.arange(num_layers), where))
     count = inside[None, :] - inside[:, None]
     steps = np.arange(len(layers) + 1)
-    if np.ptp(forward[layers]) == 0.0:
-        seconds = steps * forward[layers[0]]
-        return np.where(steps[None, None, :] <= count[:, :, None], seconds[None, None, :], math.inf)
+    if np.ptp(seconds) == 0.0:
+        return np.where(steps <= count[:, :, None], steps * seconds[0], math.inf)
     table = np.full((num_layers + 1, num_layers + 1, len(layers) + 1), math.inf)
     for i in range(num_layers + 1):
         for j in range(i, num_layers + 1):
-            chosen = np.sort(forward[layers[(layers >= i) & (layers < j)]])
+            chosen = np.sort(seconds[(where >= i) & (where < j)])
             table[i, j, : len(chosen) + 1] = np.concatenate([[0.0], np.cumsum(chosen)])
     return table
 
@@ -592,12 +595,12 @@ def ring_seconds(
     num_classes, num_layers = len(costs.classes), costs.num_layers
     share = costs.gradients / min_tp
     volume = np.maximum(ranges(share), 0.0)
-    lone = np.zeros((num_layers + 1, num_layers + 1))
+    lone: Array = np.zeros((num_layers + 1, num_layers + 1))
     if costs.tied is not None:
         a, b, _, tied_bytes = costs.tied
         has_a = (np.arange(num_layers + 1)[:, None] <= a) & (np.arange(num_layers + 1)[None, :] > a)
         has_b = (np.arange(num_layers + 1)[:, None] <= b) & (np.arange(num_layers + 1)[None, :] > b)
-        lone = (has_a ^ has_b) * (tied_bytes / min_tp)
+        lone = np.where(has_a ^ has_b, tied_bytes / min_tp, 0.0)
         volume = np.where(has_a & has_b, volume - tied_bytes / min_tp, volume) - lone
     ring, last = np.zeros((2, num_classes, num_layers + 1, num_layers + 1))
     done: dict[tuple[Link, ...], tuple[Array, Array]] = {}

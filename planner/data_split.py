@@ -61,7 +61,8 @@ class Columns:
         with np.errstate(invalid="ignore"):
             runs = np.floor((time_s - self.sum_s) / self.max_s + 1e-9) + 1
         runs = np.where(np.isfinite(self.sum_s) & (time_s >= self.sum_s * (1 - 1e-12)), runs, 0).max(axis=1)
-        return np.minimum(runs, self.most).astype(np.int64)
+        fit: Ints = np.minimum(runs, self.most).astype(np.int64)
+        return fit
 
     def take(self, keep: Ints) -> Columns:
         """The columns at these indices."""

@@ -40,9 +40,9 @@ class Unit:
 
 
 def place(
-    cluster: Cluster, pipelines: Sequence[Sequence[DeviceClass]], message_bytes: float
+    cluster: Cluster, pipelines: Sequence[Sequence[DeviceClass]], message_bytes: float, *, by_stage: bool = False
 ) -> tuple[tuple[Unit, ...], ...]:
-    """Devices for every stage of every pipeline.
+    """Devices for every stage of every pipeline, near to the neighbours along it.
 
     Parameters
     ----------
@@ -50,6 +50,8 @@ def place(
         The class of each stage.
     message_bytes
         Typical size of a hand-over, to compare links.
+    by_stage
+        Near to the same stage of the other pipelines instead: for gradient rings that stay inside a node.
 
     Raises
     ------
@@ -68,6 +70,8 @@ def place(
             seconds[a, b] = float(unit_link(cluster, a, b).seconds(message_bytes))
         return seconds[a, b]
 
+    if by_stage:
+        return _deal_by_stage(pipelines, free, hand_over_s)
     placed = [_deal(pipeline, free, hand_over_s) for pipeline in pipelines]
     _swap(placed, pipelines, hand_over_s)
     return tuple(map(tuple, placed))
@@ -128,6 +132,31 @@ def _deal(
         free[unit].remove(best)
         chosen.append(best)
     return chosen
+
+
+def _deal_by_stage(
+    pipelines: Sequence[Sequence[DeviceClass]],
+    free: dict[DeviceClass, list[Unit]],
+    hand_over_s: Callable[[Unit, Unit], float],
+) -> tuple[tuple[Unit, ...], ...]:
+    """Stage by stage over all pipelines: the unit nearest to the one that the pipeline before chose for it."""
+    placed: list[list[Unit]] = [[] for _ in pipelines]
+    for s in range(max(map(len, pipelines))):
+        last: Unit | None = None
+        for p, pipeline in enumerate(pipelines):
+            if s < len(pipeline):
+                room: dict[int, int] = {}
+                for unit in free[pipeline[s]]:
+                    room[unit.node] = room.get(unit.node, 0) + 1
+                before = last
+                best = min(
+                    free[pipeline[s]],
+                    key=lambda u: (hand_over_s(before, u) if before is not None else 0.0, -room[u.node], u.position),
+                )
+                free[pipeline[s]].remove(best)
+                placed[p].append(best)
+                last = best
+    return tuple(map(tuple, placed))
 
 
 def _swap(

@@ -101,8 +101,22 @@ class Question:
     def fast(self) -> Question:
         """The same question with every hand-over and ring on the fastest link it could have."""
         costs = tuple(replace(each, cut=each.cut_floor) for each in self.costs)
-        rings = tuple(_any_ring(self.cluster, unit.device_type) for unit in self.classes)
+        rings = tuple(cost.own_links(self.cluster, unit.device_type) for unit in self.classes)
         return replace(self, costs=costs, rings=rings, optimistic=True)
+
+    @cached_property
+    def inner_rings(self) -> tuple[tuple[Link, ...], ...]:
+        """Per class, the links of a ring that stays inside a node, where there are any."""
+        types = self.cluster.types
+        return tuple(
+            tuple(dict.fromkeys(link for other in types for link in self.cluster.links_inside(unit.device_type, other, 1)))
+            for unit in self.classes
+        )
+
+    @cached_property
+    def node_size(self) -> int:
+        """Devices of the largest node: rings of more devices leave it."""
+        return max(len(node.devices) for node in self.cluster.nodes)
 
     @cached_property
     def uniform(self) -> bool:
@@ -126,7 +140,10 @@ class Question:
         key = (costs.micro_batch, num_pipelines, min_tp)
         found = self._sync_memo.get(key)
         if found is None:
-            found = cost.sync_table(costs, self.job, self.rings, num_pipelines, min_tp, self.optimistic)
+            rings = self.rings
+            if self.optimistic and num_pipelines * min_tp <= self.node_size:
+                rings = tuple((*inner, *ring) for inner, ring in zip(self.inner_rings, self.rings, strict=True))
+            found = cost.sync_table(costs, self.job, rings, num_pipelines, min_tp, self.optimistic)
             self._sync_memo[key] = found
         return found
 
@@ -252,9 +269,3 @@ def _resources(cluster: Cluster, classes: list[DeviceClass]) -> tuple[Ints, Ints
                 )
                 available.append(places)
     return np.array(rows, dtype=np.int64).T.copy(), np.array(available, dtype=np.int64)
-
-
-def _any_ring(cluster: Cluster, device_type: str) -> tuple[Link, ...]:
-    """Every link a ring of this device type may be bound by, of which a lower bound takes the fastest."""
-    inside = [link for other in cluster.types for link in cluster.links_inside(device_type, other, 1)]
-    return tuple(dict.fromkeys((*inside, *cost.own_links(cluster, device_type))))

@@ -14,11 +14,12 @@ says; its bound holds for all plans all the same.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from planner import assemble, bound, cost, data_split, stage_split
+from planner import assemble, bound, cost, data_split, reasons, solver, stage_split
 from planner.assemble import Candidate, Chain
 from planner.cluster import Cluster
 from planner.cost import Array, Costs, StageTable
@@ -41,7 +42,7 @@ DEADLINE_STEP = 0.9
 DEPTHS = (4, 8, 16, 32, 64, 128)
 KEEP = 1.08  # micro-batch sizes and classes whose columns are this near the best stay in the race
 ROUGH = 0.02  # left cuts that differ by less than this share of a stage are taken as one
-ALONE = 32  # devices up to which a single pipeline is always tried
+ALONE = 1.2  # a single pipeline is tried if it may come so near to the best of several
 
 
 def plan(
@@ -51,6 +52,7 @@ def plan(
     *,
     time_limit: float | None = None,
     progress: Progress | None = None,
+    effort: float = 1.0,
 ) -> Plan:
     """The fastest training configuration of a model on a cluster, with a bound on how far from optimal it can be.
 
@@ -66,6 +68,8 @@ def plan(
         Seconds; when they are over the best plan so far is returned, marked unproved.
     progress
         Called with (fraction done, what is being done).
+    effort
+        Work spent on the lower bound; a multiple narrows the gap, 0 leaves the bound at the work there is to do.
 
     Raises
     ------
@@ -74,7 +78,7 @@ def plan(
     ValueError
         If profile, cluster and job do not go together.
     """
-    return plans(profile, cluster, job, time_limit=time_limit, progress=progress)[0]
+    return plans(profile, cluster, job, time_limit=time_limit, progress=progress, effort=effort)[0]
 
 
 def plans(
@@ -85,6 +89,7 @@ def plans(
     top: int = 1,
     time_limit: float | None = None,
     progress: Progress | None = None,
+    effort: float = 1.0,
 ) -> list[Plan]:
     """The best `top` different plans found, fastest first; parameters as in `plan`."""
     clock = Clock(time_limit=time_limit, progress=progress)
@@ -92,9 +97,9 @@ def plans(
     best = _Best(top)
     lower = _search_all(question, best, clock)
     if not best.found:
-        raise assemble.infeasible(question)
+        raise reasons.infeasible(question)
     if lower is None:
-        lower = bound.lower_bound(question, best.found[0].time_s, clock, best.hints)
+        lower = bound.lower_bound(question, best.found[0].time_s, clock, best.hints, effort)
     return [assemble.to_plan(question, each, lower, clock, sorted(best.restrictions)) for each in best.found]
 
 
@@ -105,7 +110,7 @@ class _Best:
     top: int
     found: list[assemble.Found] = field(default_factory=list)
     restrictions: set[str] = field(default_factory=set)
-    hints: dict[int, bound.Hint] = field(default_factory=dict)
+    hints: dict[int, list[bound.Hint]] = field(default_factory=dict)
 
     @property
     def limit_s(self) -> float:
@@ -171,18 +176,18 @@ class _Splits:
         return self.memo[row, t]
 
 
-def _rows(view: Question, depth: int, synced: bool, corner: bool) -> list[_Row]:
-    """One row per micro-batch size; with `corner`, also for pipelines of fewer micro-batches than stages."""
+def _rows(view: Question, depth: int, synced: bool, corner: Collection[tuple[int, int]] = ()) -> list[_Row]:
+    """One row per micro-batch size; and one for each (micro-batch size, number of micro-batches fewer than stages) in `corner`."""
     rows = []
     for costs in view.costs:
         table = cost.stage_table(costs, range(1, depth + 1), synced)
-        if not np.isfinite(table.load).any():
-            continue
-        rows.append(_Row(costs, table))
-        for most in range(1, depth) if corner else ():
-            limited = cost.stage_table(costs, [min(q, most) for q in range(1, depth + 1)], synced)
-            if not np.array_equal(limited.load, table.load):
-                rows.append(_Row(costs, limited, most))
+        if np.isfinite(table.load).any():
+            rows.append(_Row(costs, table))
+        for most in range(1, depth):
+            if (costs.micro_batch, most) in corner:
+                limited = cost.stage_table(costs, [min(q, most) for q in range(1, depth + 1)], synced)
+                if not np.array_equal(limited.load, table.load):
+                    rows.append(_Row(costs, limited, most))
     return rows
 
 
@@ -274,55 +279,99 @@ def _graph(view: Question, min_tp: int, depth: int, max_classes: int, at_most: i
     return stage_split.templates(limits, view.use, view.available, depth, max_classes, at_most)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Case:
+    """Plans of at most so many pipelines: rows with the tails of that many, and all templates without a deadline."""
+
+    num_pipelines: int
+    rows: list[_Row]
+    tails: list[Array]
+    floor: float
+    splits: _Splits
+
+
 def _exact(view: Question, part: Question, graphs: dict[int, Templates], best: _Best, clock: Clock) -> float:
     """Search everything; returns the optimum under the view's links, or a lower bound on it that the best plan meets."""
     lowest = math.inf
     for index, (min_tp, graph) in enumerate(graphs.items()):
+        clock.tell(index / len(graphs), f"all pipelines with tp >= {min_tp}")
         clock.templates += len(graph.counts)
-        depth = int(graph.num_stages.max(initial=0))
-        if depth == 0:
-            continue
-        most_pipelines = min(int(view.available.sum()), view.need)
-        cases = []
-        for synced in (False, True):
-            rows = _rows(view, depth, synced, corner=True)
-            if not rows:
-                continue
-            splits = _split(view, rows, graph, [np.zeros(0)] * len(rows), math.inf, [(1.0, 0.0), (0.0, 1.0)])
-            for num_pipelines in range(2, most_pipelines + 1) if synced else (1,):
-                tails = [view.sync(row.costs, num_pipelines, min_tp).tail for row in rows]
-                floor = _least_tail(rows, tails)
-                relaxed = _relaxed(view, _optimistic(splits.columns), num_pipelines, clock)
-                if relaxed is not None:
-                    cases.append((relaxed + floor, num_pipelines, rows, tails, floor, splits))
-        cases.sort(key=lambda case: (case[0], case[1]))
-        for done, (value, num_pipelines, rows, tails, floor, splits) in enumerate(cases):
-            clock.tell((index + done / len(cases)) / len(graphs), f"tp >= {min_tp}, up to {num_pipelines} pipelines")
-            if value >= min(best.limit_s, lowest) or clock.over:
-                break
-            lowest = min(lowest, _descend(view, part, graph, rows, tails, floor, splits, num_pipelines, best, clock))
+        if graph.levels:
+            known: dict[bool, _Splits] = {}
+            lowest = _exact_cases(view, part, graph, min_tp, {}, known, lowest, best, clock)
+            corner = _corner(view, graph, known, min(lowest, best.limit_s), clock)
+            if corner:
+                lowest = _exact_cases(view, part, graph, min_tp, corner, known, lowest, best, clock)
     return min(lowest, best.limit_s)
 
 
-def _descend(
+def _exact_cases(
     view: Question,
     part: Question,
     graph: Templates,
-    rows: list[_Row],
-    tails: list[Array],
-    floor: float,
-    splits: _Splits,
-    num_pipelines: int,
+    min_tp: int,
+    corner: dict[bool, set[tuple[int, int]]],
+    known: dict[bool, _Splits],
+    lowest: float,
     best: _Best,
     clock: Clock,
 ) -> float:
+    """Every number of pipelines, the most promising first; with `corner`, again with pipelines of few micro-batches."""
+    cases: list[tuple[float, int, _Case]] = []
+    most_pipelines = min(int(view.available.sum()), view.need)
+    for synced in corner or (False, True):
+        rows = _rows(view, len(graph.levels), synced, corner.get(synced, ()))
+        if not rows:
+            continue
+        splits = _split(view, rows, graph, [np.zeros(0)] * len(rows), math.inf, [(1.0, 0.0), (0.0, 1.0)])
+        known[synced] = splits
+        for num_pipelines in range(2, most_pipelines + 1) if synced else (1,):
+            tails = [view.sync(row.costs, num_pipelines, min_tp).tail for row in rows]
+            floor = _least_tail(rows, tails)
+            relaxed = _relaxed(view, _optimistic(splits.columns), num_pipelines, clock)
+            if relaxed is not None:
+                cases.append((relaxed + floor, num_pipelines, _Case(num_pipelines, rows, tails, floor, splits)))
+    for value, _, case in sorted(cases, key=lambda entry: entry[:2]):
+        if value >= min(best.limit_s, lowest) or clock.over:
+            break
+        lowest = min(lowest, _descend(view, part, case, best, clock))
+    return lowest
+
+
+def _corner(
+    view: Question, graph: Templates, known: dict[bool, _Splits], limit: float, clock: Clock
+) -> dict[bool, set[tuple[int, int]]]:
+    """Which pipelines of fewer micro-batches than stages may be in a plan below `limit`: (micro-batch size, micro-batches).
+
+    At the prices of the linear program without them, each needs the price of one more unit than it has micro-batches.
+    """
+    found: dict[bool, set[tuple[int, int]]] = {}
+    for synced in (False, True):
+        spare, unit, pipeline = math.inf, 0.0, 0.0
+        if synced in known and limit < math.inf:
+            columns = _optimistic(known[synced].columns)
+            value = (columns.yields(limit) * columns.size).astype(float)
+            total, prices, pipeline = solver.Packing(columns.use, view.available, None if synced else 1).solve(value)
+            clock.calls.linear_programs += 1
+            spare, unit = total - view.need + 1e-6, float((view.use @ prices).min())
+        possible = {
+            (costs.micro_batch, most)
+            for costs in view.costs
+            for most in range(1, len(graph.levels))
+            if (most + 1) * unit + pipeline - costs.micro_batch * most <= spare
+        }
+        if possible:
+            found[synced] = possible
+    return found
+
+
+def _descend(view: Question, part: Question, case: _Case, best: _Best, clock: Clock) -> float:
     """All plans of at most so many pipelines, from the slackest deadline on the tail to the tightest that can pay."""
-    least, deadline = math.inf, math.inf
+    rows, tails, splits, floor = case.rows, case.tails, case.splits, case.floor
+    least = math.inf
     while not clock.over:
-        if deadline < math.inf:
-            splits = _split(view, rows, graph, tails, deadline, [(1.0, 0.0), (0.0, 1.0)])
         limit = best.limit_s if best.top > 1 else min(best.limit_s, least)
-        solved = _refine(view, splits, num_pipelines, limit - floor, clock)
+        solved = _refine(view, splits, case.num_pipelines, limit - floor, clock)
         if solved is None:
             break
         time_s, counts = solved
@@ -337,10 +386,31 @@ def _descend(
         )
         least = min(least, time_s + tail)
         # What is left has a smaller tail, and one that time_s can still make up for.
+        limit = best.limit_s if best.top > 1 else min(best.limit_s, least)
         deadline = min(tail * (1 - 1e-9), limit - time_s)
         if deadline < floor:
             break
+        kept, graph = _surviving(view, splits, case.num_pipelines, limit - floor, clock)
+        if not len(kept):
+            break
+        rows, tails = [rows[i] for i in kept], [tails[i] for i in kept]
+        splits = _split(view, rows, graph, tails, deadline, [(1.0, 0.0), (0.0, 1.0)])
     return least
+
+
+def _surviving(
+    view: Question, splits: _Splits, num_pipelines: int, upper: float, clock: Clock
+) -> tuple[Ints, Templates]:
+    """Rows and templates that may be in a plan below `upper`, by their reduced cost; and what those are built from."""
+    columns = _optimistic(splits.columns)
+    value = (columns.yields(upper) * columns.size).astype(float)
+    clock.calls.linear_programs += 1
+    total, prices, pipeline = solver.Packing(columns.use, view.available, num_pipelines).solve(value)
+    reduced = np.maximum(columns.use @ prices + pipeline - value, 0.0)
+    label = columns.label[(value > 0) & (reduced <= total - view.need + 1e-6)]
+    kept = np.zeros(len(splits.graph.counts), dtype=bool)
+    kept[label[:, 1]] = True
+    return np.unique(label[:, 0]), stage_split.below(splits.graph, kept)
 
 
 def _least_tail(rows: list[_Row], tails: list[Array]) -> float:
@@ -372,7 +442,7 @@ def _refine(
     optimistic = _optimistic(real)
     sums, maxs = np.full((2, len(real.size), points), math.inf)
     sums[:, 0], maxs[:, 0] = optimistic.sum_s[:, 0], optimistic.max_s[:, 0]
-    attained = ((real.sum_s <= sums[:, :1]) & (real.max_s <= maxs[:, :1] * (1 + 1e-9))).any(axis=1)
+    attained = np.asarray(((real.sum_s <= sums[:, :1]) & (real.max_s <= maxs[:, :1] * (1 + 1e-9))).any(axis=1))
     columns = replace(real, sum_s=sums, max_s=maxs)
     start = _relaxed(view, columns, num_pipelines, clock)
     while start is not None and start < upper:
@@ -384,7 +454,7 @@ def _refine(
             upper=upper,
             max_pipelines=num_pipelines,
             tolerance=EXACT_TOLERANCE,
-            backend="numpy",
+            backend="auto",
             calls=clock.calls,
         )
         if choice is None:
@@ -432,7 +502,9 @@ def _broad(view: Question, part: Question, best: _Best, clock: Clock) -> None:
         if clock.over and cells:
             break
         clock.tell(index / len(view.degrees), f"templates with tp >= {min_tp}")
-        cells += _cells(view, min_tp, min((cell.total_s for cell in cells), default=math.inf), best, clock)
+        for max_pipelines in _ranges(view, min_tp, cells, clock):
+            least = min((cell.total_s for cell in cells), default=math.inf)
+            cells += _cells(view, min_tp, max_pipelines, least, best, clock)
     cells.sort(key=lambda cell: (cell.total_s, cell.min_tp))
     for n, cell in enumerate(cells):
         if best.found and (clock.over or cell.total_s >= best.limit_s):
@@ -446,6 +518,7 @@ def _broad(view: Question, part: Question, best: _Best, clock: Clock) -> None:
             upper=best.limit_s - cell.tail_s * (1 - 1e-6),
             max_pipelines=cell.max_pipelines,
             tolerance=TOLERANCE,
+            backend="auto",
             calls=clock.calls,
         )
         candidate = None if choice is None else _candidate(view, cell.splits, choice.counts)
@@ -453,30 +526,42 @@ def _broad(view: Question, part: Question, best: _Best, clock: Clock) -> None:
             best.offer(part, candidate)
 
 
-def _cells(view: Question, min_tp: int, least: float, best: _Best, clock: Clock) -> list[_Cell]:
-    """One cell without a deadline, then one below the tail that each leaves, while that can pay; one for a single pipeline."""
+def _ranges(view: Question, min_tp: int, cells: list[_Cell], clock: Clock) -> Iterator[int | None]:
+    """Limits on the number of pipelines worth a search of their own: none; as few as let rings stay in a node; one."""
+    yield None
+    inside = view.node_size // min_tp
+    if view.optimistic and 2 <= inside < int(view.available.sum()):
+        yield inside
+    if min_tp == view.degrees[0]:  # a single pipeline has no ring, so its smallest degree does not matter
+        least = min((cell.total_s for cell in cells), default=math.inf)
+        near = [_relax(view, cell.splits.columns, 1, clock) for cell in cells[:1]]
+        if not near or near[0] is None or near[0].time_s < least * ALONE:
+            yield 1
+
+
+def _cells(
+    view: Question, min_tp: int, max_pipelines: int | None, least: float, best: _Best, clock: Clock
+) -> list[_Cell]:
+    """One cell without a deadline, then one below the tail that each leaves, while that can pay."""
     cells: list[_Cell] = []
-    graph, rows, splits, relaxed = _deep_enough(view, min_tp, True, best, clock)
-    if relaxed is not None:
-        best.hints[min_tp] = bound.Hint(relaxed.prices, relaxed.num_pipelines)
-        num_pipelines = max(2, round(relaxed.num_pipelines))
-        tails = [view.sync(row.costs, num_pipelines, min_tp).tail for row in rows]
-        floor = _least_tail(rows, tails)
-        while relaxed is not None:
-            tail = _tail_left(splits, relaxed, tails)
-            cells.append(_Cell(relaxed, tail, splits, min_tp))
-            least = min(least, cells[-1].total_s)
-            if relaxed.time_s + floor >= least or tail * DEADLINE_STEP < floor or clock.over:
-                break
-            rows, tails, graph = _worth_keeping(view, rows, tails, splits, relaxed)
-            deadline = min(tail * DEADLINE_STEP, least - relaxed.time_s)
-            splits = _split(view, rows, graph, tails, deadline, [(1.0, _micro_batches(view, num_pipelines))])
-            relaxed = _relax(view, splits.columns, None, clock)
-    if relaxed is None or len(view.cluster.devices) <= ALONE or not cells:
-        _, rows, splits, relaxed = _deep_enough(view, min_tp, False, best, clock)
-        if relaxed is not None:
-            tail = _tail_left(splits, relaxed, [view.sync(row.costs, 1, min_tp).tail for row in rows])
-            cells.append(_Cell(relaxed, tail, splits, min_tp, max_pipelines=1))
+    graph, rows, splits, relaxed = _deep_enough(view, min_tp, max_pipelines, best, clock)
+    if relaxed is None:
+        return cells
+    num_pipelines = max(2 if max_pipelines != 1 else 1, round(relaxed.num_pipelines))
+    tails = [view.sync(row.costs, num_pipelines, min_tp).tail for row in rows]
+    floor, deadline = _least_tail(rows, tails), math.inf
+    while relaxed is not None:
+        if max_pipelines is None:
+            best.hints.setdefault(min_tp, []).append(bound.Hint(deadline, splits.columns))
+        tail = _tail_left(splits, relaxed, tails)
+        cells.append(_Cell(relaxed, tail, splits, min_tp, max_pipelines))
+        least = min(least, cells[-1].total_s)
+        if relaxed.time_s + floor >= least or tail * DEADLINE_STEP < floor or num_pipelines == 1 or clock.over:
+            break
+        rows, tails, graph = _worth_keeping(rows, tails, splits, relaxed)
+        deadline = min(tail * DEADLINE_STEP, least - relaxed.time_s)
+        splits = _split(view, rows, graph, tails, deadline, [(1.0, _micro_batches(view, num_pipelines))])
+        relaxed = _relax(view, splits.columns, max_pipelines, clock)
     return cells
 
 
@@ -491,13 +576,13 @@ def _tail_left(splits: _Splits, relaxed: data_split.Relaxation, tails: list[Arra
 
 
 def _worth_keeping(
-    view: Question, rows: list[_Row], tails: list[Array], splits: _Splits, relaxed: data_split.Relaxation
+    rows: list[_Row], tails: list[Array], splits: _Splits, relaxed: data_split.Relaxation
 ) -> tuple[list[_Row], list[Array], Templates]:
     """Micro-batch sizes and classes of the columns that would be worth their price within KEEP of the time."""
     near = relaxed.column_time_s <= relaxed.time_s * KEEP
     label = splits.columns.label[near]
     kept = np.unique(label[:, 0])
-    used = (splits.graph.counts[label[:, 1]] > 0).any(axis=0)
+    used = np.asarray((splits.graph.counts[label[:, 1]] > 0).any(axis=0))
     graph = splits.graph
     if not used.all():
         graph = stage_split.restricted(graph, used)
@@ -505,15 +590,14 @@ def _worth_keeping(
 
 
 def _deep_enough(
-    view: Question, min_tp: int, synced: bool, best: _Best, clock: Clock
+    view: Question, min_tp: int, max_pipelines: int | None, best: _Best, clock: Clock
 ) -> tuple[Templates, list[_Row], _Splits, data_split.Relaxation | None]:
     """Templates of growing depth, until the fractional solution has no use for the deepest."""
     previous: tuple[Templates, list[_Row], _Splits, data_split.Relaxation | None] | None = None
-    max_pipelines = None if synced else 1
     for depth in DEPTHS:
         depth = min(depth, view.num_layers)
         graph, restriction = _fitting(view, min_tp, depth)
-        rows = _rows(view, depth, synced, corner=False)
+        rows = _rows(view, depth, synced=max_pipelines != 1)
         weight = _micro_batches(view, max_pipelines or max(2, int(view.limits.max()) // depth))
         splits = _split(view, rows, graph, [np.zeros(0)] * len(rows), math.inf, [(1.0, weight)]) if rows else _nothing(view, graph)
         relaxed = _relax(view, splits.columns, max_pipelines, clock)

@@ -118,6 +118,15 @@ def restricted(graph: Templates, classes: NDArray[np.bool_]) -> Templates:
     return _with_states(graph.counts[(graph.counts[:, ~classes] == 0).all(axis=1)])
 
 
+def below(graph: Templates, kept: NDArray[np.bool_]) -> Templates:
+    """The kept templates and all that they are built from."""
+    part = np.zeros(len(graph.counts), dtype=bool)
+    part[0] = True
+    for counts in graph.counts[kept]:
+        part |= (graph.counts <= counts).all(axis=1)
+    return graph if part.all() else _with_states(graph.counts[part])
+
+
 def _with_states(counts: Ints) -> Templates:
     num_classes = counts.shape[1]
     index = {row.tobytes(): t for t, row in enumerate(counts)}

@@ -212,9 +212,7 @@ def cluster(
     nodes: list[Node] = []
     for t in types:
         for index, size in enumerate(sizes[t]):
-            link, pair = _inside(inside.at(t), size)
-            if intra == "network":
-                link, pair = None, None
+            link, pair = _inside(inside.at(t), size) if intra == "measured" else (None, None)
             nodes.append(
                 Node(
                     name=f"{t.lower()}-{index}",
