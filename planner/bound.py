@@ -39,9 +39,9 @@ BUCKETS = 10  # per micro-batch size, to start with
 SINGLE = 1e-5  # relative safety of shortest paths, which are solved in single precision
 FINEST = 1.004  # ratio of a bucket's ends below which it is not halved
 ROUNDS = 4  # of bounding and halving buckets in a box
-CUTTING_PLANES = 6
+CUTTING_PLANES = 5
 WIDEST = 12  # buckets bounded or halved per round
-RACING = 48  # buckets, the lowest, that prices are tried on
+RACING = 24  # buckets, the lowest, that prices are tried on
 PATHS = 3000  # shortest paths solved at most by default; deterministic, unlike a time limit
 PRECISION = 1e-3  # of the value: a box this near to it is done
 
@@ -75,6 +75,7 @@ class _Tables:
     twice: Array
     ends: Array
     position: Ints
+    compute: Array
     shallow: bool = False
 
 
@@ -233,10 +234,11 @@ class _Search:
                 cut = np.where(np.isfinite(costs.cut), costs.cut, math.inf)
                 ends = cut.min(axis=1)
                 both = ends[:, :, None] + ends[:, None, :]
-                out.append(_Tables(costs, load, 2 * cut, both, _first_equal(load)))
+                compute = costs.forward + costs.backward
+                out.append(_Tables(costs, load, 2 * cut, both, _first_equal(load), compute))
                 first = np.repeat(load[:, :1], positions, axis=1)
                 if not np.array_equal(first, load):
-                    few.append(_Tables(costs, first[:, :1], 2 * cut, both, _first_equal(first[:, :1]), shallow=True))
+                    few.append(_Tables(costs, first[:, :1], 2 * cut, both, _first_equal(first[:, :1]), compute, shallow=True))
             self._tables[synced] = out + few
         return self._tables[synced]
 
@@ -306,7 +308,7 @@ class _Search:
         # A longer tail than this cannot pay, whatever the pipelines do.
         top = max(low, min(high if high < math.inf else self._largest_tail(box), self.target_s - box.time_s))
         by_pipelines = (1 - 1 / last) / (1 - 1 / first) if first < last else 1.0
-        by_tail = top / max(low, 1e-12) if top > 0 else 1.0
+        by_tail = top / max(low, 1e-12) if top - low > PRECISION * self.value_s else 1.0
         if max(by_pipelines, by_tail) < 1.01:
             return []
         if by_pipelines > min(by_tail, 1.5):
@@ -377,11 +379,11 @@ class _Search:
 
     def _grid(self, box: _Box, loads: list[Array]) -> list[_Bucket]:
         """Coarse buckets for the maximum, from the least it can be to the value at hand."""
-        single = np.arange(self.question.num_layers)
         grid = []
-        for index, load in enumerate(loads):
-            # Some layer has to be run: no pipeline's maximum is below the largest of the layers' least loads.
-            least = float(load[:, :, single, single + 1].min(axis=(0, 1)).max())
+        for index, (table, load) in enumerate(zip(self.tables(box.pipelines[0] > 1), loads, strict=True)):
+            # Each layer has to be run: no pipeline's maximum is below the largest of the layers' least times.
+            usable = np.isfinite(load).any(axis=(1, 2, 3))
+            least = float(table.compute[usable].min(axis=0).max()) if usable.any() else math.inf
             if least < self.value_s:
                 edges = np.geomspace(least * (1 - 1e-9), self.value_s, BUCKETS + 1)
                 grid += [_Bucket(index, float(a), float(b), 0.0) for a, b in zip(edges[:-1], edges[1:], strict=True)]
@@ -433,9 +435,7 @@ class _Search:
         top: Single = (cap * (1 + SINGLE)).astype(np.float32)
         deepest = min(num_layers, self.question.job.max_depth or num_layers, int(self.question.limits.sum()))
         # Whatever is put before layer i costs the least seconds of its layers, and the price of as many stages as those need.
-        single = np.arange(num_layers)
-        alone = loads[:, :, single + 1, single].min(axis=(0, 1))
-        before = np.concatenate([[0.0], np.cumsum(np.where(np.isfinite(alone), alone, 0.0).astype(np.float64))])
+        before = np.concatenate([[0.0], np.cumsum(table.compute[usable].min(axis=0))])
         stages = np.maximum(np.ceil(before[None, :] / cap[:, None] * (1 - 2 * SINGLE)), 1.0)
         ahead: Single = (before[None, :] + rate[:, None] * cheapest * stages).astype(np.float32)
         values: list[Single] = []
@@ -455,7 +455,8 @@ class _Search:
                 value = (block + after[:, :, :, None]).min(axis=2) + price
             values = [*values, value] if want_use else [value]
             # Few micro-batches: only pipelines that are not worth their price with fewer micro-batches than stages.
-            if not (table.shallow and cheapest * depth + box.pipeline_price >= table.costs.micro_batch * (depth - 1)):
+            worth = table.costs.micro_batch * (depth - 1) * (1 + SINGLE)
+            if not (table.shallow and cheapest * depth + box.pipeline_price > worth):
                 whole = value[:, :, 0].min(axis=1)
                 stops[whole < best] = depth
                 best = np.minimum(best, whole)

@@ -226,19 +226,23 @@ def _ranking(plans: Sequence[Plan]) -> Iterator[str]:
                 _shape(plan),
             ]
         )
-    yield from table([">rank", ">iteration", ">to best", ">samples/s", ">devices", ">fullest", "pipelines"], rows)
+    yield from table(
+        [">rank", ">iteration", ">to best", ">samples/s", ">devices", ">fullest", "pipelines"], rows, fold=6
+    )
 
 
 def _shape(plan: Plan) -> str:
-    """``8 x (A100-40 > V100-16 tp 2), micro-batch 2``"""
+    """``8 x (A100-40 9+8 > V100-16 tp 2 9) of 2``: layers per stage, samples per micro-batch."""
     words = []
     for _, members in grouped(plan):
         pipeline = plan.pipelines[members[0]]
-        runs: list[tuple[str, int]] = []
+        runs: list[tuple[str, list[int]]] = []
         for stage in pipeline.stages:
             name = stage.device_type + (f" tp {stage.tp}" if stage.tp > 1 else "")
-            runs = [*runs[:-1], (name, runs[-1][1] + 1)] if runs and runs[-1][0] == name else [*runs, (name, 1)]
-        chain = " > ".join(name if count == 1 else f"{count} {name}" for name, count in runs)
+            if not runs or runs[-1][0] != name:
+                runs.append((name, []))
+            runs[-1][1].append(stage.num_layers)
+        chain = " > ".join(f"{name} {'+'.join(map(str, counts))}" for name, counts in runs)
         words.append((f"{len(members)} x " if len(members) > 1 else "") + f"({chain}) of {pipeline.micro_batch}")
     return " + ".join(words) if len(words) <= 3 else " + ".join(words[:3]) + f" + {len(words) - 3} more"
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, overload
@@ -493,7 +493,11 @@ class Cluster(Document):
         names = [node.name for node in self.nodes]
         if node_name not in names:
             raise ValueError(f"node {node_name!r} is not among {did_you_mean(node_name, names)}")
-        nodes = tuple(node for node in self.nodes if node.name != node_name)
+        return self.only([name for name in names if name != node_name])
+
+    def only(self, names: Collection[str]) -> Cluster:
+        """The cluster of some of its nodes, with the links that are left."""
+        nodes = tuple(node for node in self.nodes if node.name in names)
         gone = {name for node in self.nodes for name in (node.name, node.island) if name is not None}
         gone -= {name for node in nodes for name in (node.name, node.island) if name is not None}
         gone -= {each.name for each in self.device_types}
@@ -697,7 +701,7 @@ class Cluster(Document):
 
         graph, tree = self._graph(devices), self._tree(devices)
         a, b = self.nodes[node_a].name, self.nodes[node_b].name
-        if not networkx.has_path(tree, a, b):
+        if a == b or not networkx.has_path(tree, a, b):
             return None
         path = networkx.shortest_path(tree, a, b)
         if graph.number_of_edges() > tree.number_of_edges():

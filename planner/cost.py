@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from planner.cluster import Cluster, Link
-    from planner.job import Job
+    from planner.job import BytesPerParameter, Job
     from planner.profile import ModelProfile
 
 Array = NDArray[np.float64]
@@ -145,8 +145,7 @@ def layer_costs(
         ],
         dtype=float,
     ).reshape(num_classes, num_layers)
-    frozen_bytes, trained_bytes = per_parameter.weights, per_parameter.weights + per_parameter.gradients + per_parameter.optimizer
-    state *= np.where(trainable, trained_bytes, frozen_bytes)
+    state *= np.where(trainable, per_parameter.total, per_parameter.weights)
     output = np.array([kind.output_bytes for kind in kinds], dtype=float) * micro_batch
     inputs = np.concatenate([[0.0], output[:-1]])
     logits = np.array([[kind.logits_bytes * micro_batch / unit.tp for kind in kinds] for unit in classes], dtype=float)
@@ -184,7 +183,7 @@ def layer_costs(
         calls=np.array([kind.num_tensors if kind.trainable else 0 for kind in kinds], dtype=float),
         cut=cut,
         cut_floor=cut_floor,
-        tied=_tied(profile, classes, trained_bytes, per_parameter.gradients),
+        tied=_tied(profile, classes, per_parameter),
         update_per_stage=profile.conditions.update_per == "stage",
         extrapolated=extrapolated,
     )
@@ -210,7 +209,7 @@ def tied_share(profile: ModelProfile, tp: int) -> int:
 
 
 def _tied(
-    profile: ModelProfile, classes: Sequence[DeviceClass], state_bytes: float, gradient_bytes: float
+    profile: ModelProfile, classes: Sequence[DeviceClass], per_parameter: BytesPerParameter
 ) -> tuple[int, int, Array, float] | None:
     first = {name: l for l, name in reversed(list(enumerate(profile.layers)))}
     for l in range(profile.num_layers):
@@ -218,15 +217,16 @@ def _tied(
         if kind.tied_to is not None and kind.tied_parameters > 0:
             a, b = sorted((first[kind.tied_to], l))
             share = np.array([-(-kind.tied_parameters // unit.tp) for unit in classes], dtype=float)
-            return a, b, share * state_bytes, kind.tied_parameters * gradient_bytes
+            held = per_parameter.total if kind.trainable else per_parameter.weights
+            return a, b, share * held, float(kind.tied_parameters * per_parameter.gradients * kind.trainable)
     return None
 
 
 def _tp_communication_s(profile: ModelProfile, cluster: Cluster, unit: DeviceClass, micro_batch: int) -> Array:
     """All-reduce seconds of one forward inside a tp group, per layer, on the slowest link such a group may use."""
-    links = cluster.links_between(unit.device_type, unit.device_type, 1)
-    across = set(cluster.links_across(unit.device_type, unit.device_type, 1))
-    inside = [link for link in links if link not in across] or list(links)
+    own = [node for node in cluster.nodes if unit.device_type in node.devices]
+    inside = list(dict.fromkeys(link for node in own if (link := node.group_link or node.link) is not None))
+    inside = inside or list(cluster.links_between(unit.device_type, unit.device_type, 1))
     kinds = [profile.kind_of(l) for l in range(profile.num_layers)]
     volume = np.array([k.tp_bytes if k.tp_bytes is not None else 2 * k.output_bytes for k in kinds], dtype=float)
     return ring_all_reduce_s(volume * micro_batch, unit.tp, inside)
@@ -596,18 +596,29 @@ def ring_seconds(
     share = costs.gradients / min_tp
     volume = np.maximum(ranges(share), 0.0)
     lone: Array = np.zeros((num_layers + 1, num_layers + 1))
+    both, tied_bytes = np.zeros((num_layers + 1, num_layers + 1), dtype=bool), 0.0
     if costs.tied is not None:
         a, b, _, tied_bytes = costs.tied
         has_a = (np.arange(num_layers + 1)[:, None] <= a) & (np.arange(num_layers + 1)[None, :] > a)
         has_b = (np.arange(num_layers + 1)[:, None] <= b) & (np.arange(num_layers + 1)[None, :] > b)
         lone = np.where(has_a ^ has_b, tied_bytes / min_tp, 0.0)
-        volume = np.where(has_a & has_b, volume - tied_bytes / min_tp, volume) - lone
+        both = has_a & has_b
+        volume = np.where(both, volume - tied_bytes / min_tp, volume) - lone
+        share = share.copy()
+        share[[a, b]] -= tied_bytes / min_tp  # at finer granularity the tied weights are a call of their own
     ring, last = np.zeros((2, num_classes, num_layers + 1, num_layers + 1))
     done: dict[tuple[Link, ...], tuple[Array, Array]] = {}
     for k in range(num_classes):
         key = tuple(links[k])
         if key not in done:
             done[key] = _chunked_ring(volume, share, costs.calls, job, key, num_pipelines, fastest)
+            if both.any() and job.sync_granularity in ("layer", "tensor"):
+                # In one stage they go with the first layer's own call.
+                alone, whole = (
+                    float(ring_all_reduce_s(share[a] + extra, num_pipelines, key, fastest))
+                    for extra in (0.0, tied_bytes / min_tp)
+                )
+                done[key] = (done[key][0] + both * (whole - alone), np.maximum(done[key][1], both * whole))
             if lone.any():
                 tied_ring = _chunked_ring(lone, share, costs.calls, job, key, 2 * num_pipelines, fastest, whole=True)
                 done[key] = (done[key][0] + tied_ring[0], np.maximum(done[key][1], tied_ring[1]))

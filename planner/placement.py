@@ -8,6 +8,8 @@ until none helps.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -56,7 +58,7 @@ def place(
     Raises
     ------
     DoesNotPack
-        If degrees that do not divide one another leave no room in the nodes.
+        If degrees that do not divide one another leave no room in the nodes, or no link joins neighbours.
     """
     wanted: dict[DeviceClass, int] = {}
     for pipeline in pipelines:
@@ -67,13 +69,20 @@ def place(
 
     def hand_over_s(a: Unit, b: Unit) -> float:
         if (a, b) not in seconds:
-            seconds[a, b] = float(unit_link(cluster, a, b).seconds(message_bytes))
+            try:
+                seconds[a, b] = float(unit_link(cluster, a, b).seconds(message_bytes))
+            except ValueError:  # nothing joins the two
+                seconds[a, b] = math.inf
         return seconds[a, b]
 
     if by_stage:
-        return _deal_by_stage(pipelines, free, hand_over_s)
-    placed = [_deal(pipeline, free, hand_over_s) for pipeline in pipelines]
-    _swap(placed, pipelines, hand_over_s)
+        placed = _deal_by_stage(pipelines, free, hand_over_s)
+    else:
+        placed = [_deal(pipeline, free, hand_over_s) for pipeline in pipelines]
+        _swap(placed, pipelines, hand_over_s)
+    for units in placed:
+        if any(math.isinf(hand_over_s(a, b)) for a, b in itertools.pairwise(units)):
+            raise DoesNotPack("neighbouring stages without a link")
     return tuple(map(tuple, placed))
 
 
@@ -138,7 +147,7 @@ def _deal_by_stage(
     pipelines: Sequence[Sequence[DeviceClass]],
     free: dict[DeviceClass, list[Unit]],
     hand_over_s: Callable[[Unit, Unit], float],
-) -> tuple[tuple[Unit, ...], ...]:
+) -> list[list[Unit]]:
     """Stage by stage over all pipelines: the unit nearest to the one that the pipeline before chose for it."""
     placed: list[list[Unit]] = [[] for _ in pipelines]
     for s in range(max(map(len, pipelines))):
@@ -156,7 +165,7 @@ def _deal_by_stage(
                 free[pipeline[s]].remove(best)
                 placed[p].append(best)
                 last = best
-    return tuple(map(tuple, placed))
+    return placed
 
 
 def _swap(

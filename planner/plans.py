@@ -773,7 +773,7 @@ class Audit:
         if alone and stage.sync_s > 0 and not any(kind.tied_to for kind in self.kinds.values()):
             yield f"{at}: sync_s is {stage.sync_s:.6g} with a single pipeline"
         trained = [kind for kind in map(self.kinds.get, self.layers[slice(*stage.layers)]) if kind and kind.trainable]
-        if not alone and not stage.sync_s and any(kind.parameters for kind in trained):
+        if not alone and not stage.sync_s and self.job.state.gradients and any(kind.parameters for kind in trained):
             yield f"{at}: sync_s is 0 with {len(self.plan.pipelines)} pipelines"
 
     def _fits(self, p: int, s: int) -> Iterator[str]:
@@ -865,7 +865,7 @@ class Audit:
         length, tokens = self.profile.conditions.sequence_length, predicted.tokens_per_s
         if length is not None and tokens is not None and not _close(tokens, rate * length):
             yield f"predicted.tokens_per_s is {tokens:.6g}, samples times length are {rate * length:.6g}"
-        if not 0 <= predicted.bubble_fraction <= 1:
+        if not -RELATIVE_SLACK <= predicted.bubble_fraction <= 1:
             yield f"predicted.bubble_fraction {predicted.bubble_fraction:.6g} is not between 0 and 1"
         if plan.lower_bound_s > predicted.iteration_s * (1 + RELATIVE_SLACK):
             yield f"lower_bound_s {plan.lower_bound_s:.6g} is above the plan's own {predicted.iteration_s:.6g}"

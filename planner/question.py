@@ -153,7 +153,12 @@ class Question:
 
     def parts(self) -> Iterator[Question]:
         """The whole, then what may do better alone: device types, nodes and islands, where the rest slows their rings or
-        hand-overs down."""
+        hand-overs down. Only the parts of a network whose nodes do not all reach one another."""
+        separate = self.cluster.parts()
+        if len(separate) > 1:
+            for members in separate:
+                yield from self._of_nodes([self.cluster.nodes[index].name for index in members])
+            return
         yield self
         types = tuple(dict.fromkeys(unit.device_type for unit in self.classes))
         for size in range(len(types) - 1, 0, -1):
@@ -170,10 +175,14 @@ class Question:
             kinds = {(tuple(sorted(node.devices)), node.link, node.groups, node.group_link): node for node in reversed(nodes)}
             groups += [(node,) for node in reversed(kinds.values()) if len(node.devices) > 1]
         for group in groups:
-            try:
-                yield ask(self.profile, replace(self.cluster, nodes=group), self.job)
-            except ValueError:
-                continue
+            yield from self._of_nodes([node.name for node in group])
+
+    def _of_nodes(self, names: list[str]) -> Iterator[Question]:
+        """The question on some nodes, unless none of their devices can run the model."""
+        try:
+            yield ask(self.profile, self.cluster.only(names), self.job)
+        except ValueError:
+            return
 
 
 def ask(profile: ModelProfile, cluster: Cluster, job: Job) -> Question:
@@ -193,7 +202,7 @@ def ask(profile: ModelProfile, cluster: Cluster, job: Job) -> Question:
             f"it has {', '.join(name for name in profile.device_types if profile.degrees(name)) or 'none'}"
         )
     warnings += [f"{name}: not in the profile, its devices stay idle" for name in missing]
-    classes = []
+    classes, heads_say = [], []
     for name in cluster.types:
         for tp in profile.degrees(name):
             if job.tp is not None and tp not in job.tp:
@@ -202,13 +211,14 @@ def ask(profile: ModelProfile, cluster: Cluster, job: Job) -> Question:
                 heads = f"{profile.num_heads} heads"
                 if profile.num_kv_heads not in (None, profile.num_heads):
                     heads += f" and {profile.num_kv_heads} key-value heads"
-                warnings.append(f"{name}: tp {tp} left out, it does not divide {heads}")
+                heads_say.append(f"{name}: tp {tp} left out, it does not divide {heads}")
             elif cluster.capacity(name, tp) > 0:
                 classes.append(DeviceClass(device_type=name, tp=tp))
     if not classes:
         asked = "any measured degree" if job.tp is None else f"tp {', '.join(map(str, job.tp))}"
         measured = "; ".join(f"{name}: {', '.join(map(str, profile.degrees(name)))}" for name in cluster.types)
-        raise ValueError(f"tp: no device type can run {asked}; measured degrees are {measured}")
+        raise ValueError("; ".join([f"tp: no device type can run {asked}; measured degrees are {measured}", *heads_say]))
+    warnings += heads_say
     sizes = [b for b in _sizes(profile, job, classes) if b <= job.global_batch]
     if not sizes:
         raise ValueError(

@@ -42,6 +42,7 @@ DEADLINE_STEP = 0.9
 DEPTHS = (4, 8, 16, 32, 64, 128)
 KEEP = 1.08  # micro-batch sizes and classes whose columns are this near the best stay in the race
 ROUGH = 0.02  # left cuts that differ by less than this share of a stage are taken as one
+PART = 1.1  # a part of the cluster is searched if its devices could be so much faster than the best plan
 ALONE = 1.2  # a single pipeline is tried if it may come so near to the best of several
 
 
@@ -129,7 +130,8 @@ def _search_all(question: Question, best: _Best, clock: Clock) -> float | None:
     """Search the whole and its parts under pessimistic and optimistic links; the optimum of all plans if that was proved."""
     proved: float | None = None
     for part in question.parts():
-        if part is not question and bound.work_bound(part) >= best.limit_s:
+        floor = bound.work_bound(part)
+        if part is not question and floor >= best.limit_s:
             continue
         for view in (part,) if part.uniform else (part, part.fast):
             graphs = _exact_graphs(view)
@@ -137,7 +139,7 @@ def _search_all(question: Question, best: _Best, clock: Clock) -> float | None:
                 value = _exact(view, part, graphs, best, clock)
                 if part is question and (question.uniform or view is not part) and not clock.over:
                     proved = value
-            else:
+            elif part is question or floor * PART < best.limit_s:
                 _broad(view, part, best, clock)
     return proved
 
@@ -388,7 +390,7 @@ def _descend(view: Question, part: Question, case: _Case, best: _Best, clock: Cl
         # What is left has a smaller tail, and one that time_s can still make up for.
         limit = best.limit_s if best.top > 1 else min(best.limit_s, least)
         deadline = min(tail * (1 - 1e-9), limit - time_s)
-        if deadline < floor:
+        if deadline <= floor:
             break
         kept, graph = _surviving(view, splits, case.num_pipelines, limit - floor, clock)
         if not len(kept):
@@ -457,7 +459,7 @@ def _refine(
             backend="auto",
             calls=clock.calls,
         )
-        if choice is None:
+        if choice is None or choice.time_s >= upper:
             return None
         vague = [t for t in np.nonzero(choice.counts)[0] if not attained[t]]
         if not vague:

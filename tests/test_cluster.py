@@ -450,7 +450,6 @@ def test_losing_a_node() -> None:
         (lambda: DeviceType(name="X", memory_bytes=1, watts=-1), "watts: -1 of 'X', expected a number of at least 0"),
         (lambda: node(""), "name: empty"),
         (lambda: node("n"), "devices: node 'n' has none"),
-        (lambda: node("n", "A100", "A100", link=None), "link: missing in node 'n', which has 2 devices"),
         (
             lambda: node("n", "A100", groups=((0,),)),
             "group_link: node 'n' has groups without a group_link, expected both",

@@ -205,7 +205,7 @@ def cluster(
     types = list(devices)
     for index, first in enumerate(types):
         for second in types[index:]:
-            if first != second or len(sizes[first]) > 1:
+            if first != second or len(sizes[first]) > 1 or (intra == "network" and max(sizes[first]) > 1):
                 most = min(max(sizes[first]), max(sizes[second]))
                 between[first, second] = _between(network, zone, first, second, most)
 
