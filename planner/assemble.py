@@ -1,13 +1,13 @@
-"""From chosen pipelines to a `Plan`: devices, true links, memory by category, blocks, warnings; or the reason there is none."""
+"""From chosen pipelines to a `Plan`: devices, true links, memory by category, blocks, warnings; or the reason there is
+none."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
-
-import numpy as np
 
 from planner import cost, data_split
 from planner.cluster import Device, Link
@@ -66,8 +66,8 @@ class Found:
 
 
 def evaluate(question: Question, candidate: Candidate) -> Found | None:
-    """Put a candidate on the nodes, near along the pipelines or near along the rings, whichever is faster; None if it does
-    not pack."""
+    """Put a candidate on the nodes, near along the pipelines or near along the rings, whichever is faster; None if it
+    does not pack."""
     found = [_evaluate(question, candidate, by_stage) for by_stage in ((False,) if question.uniform else (False, True))]
     return min((each for each in found if each is not None), key=lambda each: each.time_s, default=None)
 
@@ -80,7 +80,7 @@ def _evaluate(question: Question, candidate: Candidate, by_stage: bool) -> Found
     message = max(float(costs_of[chain.micro_batch].inputs.max()) for chain in chains)
     classes = [[question.classes[stage.class_index] for stage in chain.stages] for chain in chains]
     try:
-        placed = place(question.cluster, classes, message, by_stage=by_stage)
+        placed = place(question.cluster, classes, message, by_stage=by_stage, improve=not question.uniform)
     except DoesNotPack:
         return None
     hand_overs = [
@@ -150,7 +150,9 @@ def _reshare(
         loads = []
         for s, (k, i, j) in enumerate(chain.stages):
             again = cost.recomputed_layers(costs, k, i, j, num_stages - s, len(chains) > 1)
-            load = float((costs.forward[k, i:j] + costs.backward[k, i:j]).sum() + sum(costs.forward[k, l] for l in again))
+            load = float(
+                (costs.forward[k, i:j] + costs.backward[k, i:j]).sum() + sum(costs.forward[k, l] for l in again)
+            )
             loads.append(load + (around[s - 1] if s else 0.0) + (around[s] if s + 1 < num_stages else 0.0))
         groups.append(
             data_split.Group(count=1, size=chain.micro_batch, points=((sum(loads), max(loads)),), most=question.need)
@@ -191,7 +193,9 @@ def _sync_terms(
             if key not in tables:
                 rings = [links] * len(classes)
                 tables[key] = cost.sync_table(costs_of[chain.micro_batch], question.job, rings, len(chains), min_tp)
-            ring, update, tail = (float(part[k, i, j]) for part in (tables[key].ring, tables[key].update, tables[key].tail))
+            ring, update, tail = (
+                float(part[k, i, j]) for part in (tables[key].ring, tables[key].update, tables[key].tail)
+            )
             row.append(_Sync(ring, update, tail - update))
         out.append(row)
     return out
@@ -262,7 +266,12 @@ def _predict(
 def _utilization(question: Question, pipelines: Sequence[Pipeline], iteration_s: float) -> float | None:
     """6 FLOP per parameter and token, without attention and recompute, over the peak of the devices in use."""
     tokens = question.profile.conditions.sequence_length
-    peaks = [question.cluster.device_type(s.device_type).peak_flops_per_s for p in pipelines for s in p.stages for _ in s.devices]
+    peaks = [
+        question.cluster.device_type(s.device_type).peak_flops_per_s
+        for p in pipelines
+        for s in p.stages
+        for _ in s.devices
+    ]
     if tokens is None or any(peak is None for peak in peaks):
         return None
     flops = 6.0 * question.profile.parameters * tokens * question.need
@@ -307,7 +316,7 @@ def _blocks(question: Question, pipelines: Sequence[Pipeline]) -> tuple[Block, .
     min_tp = min(stage.tp for pipeline in pipelines for stage in pipeline.stages)
     gradient = question.job.state.gradients
     blocks = []
-    for i, j in zip(cuts, cuts[1:], strict=False):
+    for i, j in itertools.pairwise(cuts):
         owners = tuple(
             next(s for s, stage in enumerate(pipeline.stages) if stage.layers[0] <= i < stage.layers[1])
             for pipeline in pipelines
@@ -323,11 +332,13 @@ def _warnings(question: Question, found: Found) -> list[str]:
     for p, pipeline in enumerate(found.pipelines):
         if pipeline.num_micro_batches < len(pipeline.stages):
             warnings.append(
-                f"pipeline {p}: {pipeline.num_micro_batches} micro-batches for {len(pipeline.stages)} stages, most of it idles"
+                f"pipeline {p}: {pipeline.num_micro_batches} micro-batches for {len(pipeline.stages)} stages, "
+                "most of it idles"
             )
     costs_of = {each.micro_batch: each for each in question.costs}
     beyond = {
-        f"{question.classes[stage.class_index]}, micro-batch {chain.micro_batch}: times extrapolated beyond the measured sizes"
+        f"{question.classes[stage.class_index]}, micro-batch {chain.micro_batch}: "
+        "times extrapolated beyond the measured sizes"
         for chain in found.candidate.chains
         for stage in chain.stages
         if costs_of[chain.micro_batch].extrapolated[stage.class_index]

@@ -1,22 +1,25 @@
-"""A lower bound on the iteration time of every plan: any depth, any mix of classes, any placement, any micro-batch sizes.
+"""A lower bound on the iteration time of every plan: any depth, any mix of classes, any placement, any micro-batch
+sizes.
 
-Split the plans into boxes: smallest tp degree tau, number of pipelines P in [P1, P2], tail in (D1, D2]. In a box the iteration
-takes at least T + D1, where T bounds the slowest pipeline by linear-programming duality. With prices pi of the resources and mu
-of a pipeline, ``N.pi + P2 mu = global batch``, no fractional set of pipelines runs the batch faster than
+Split the plans into boxes: smallest tp degree tau, number of pipelines P in [P1, P2], tail in (D1, D2]. In a box the
+iteration takes at least T + D1, where T bounds the slowest pipeline by linear-programming duality. With prices pi of
+the resources and mu of a pipeline, ``N.pi + P2 mu = global batch``, no fractional set of pipelines runs the batch
+faster than
 
     T(pi, mu) = min over micro-batch sizes b and pipelines of   sum + (max / b) (pi.use + mu) - max.
 
-For max within a bucket (c1, c2] this is a shortest path over (class, first layer): stages up to c2 are allowed, c1 stands
-in the formula, and every link is the fastest there is. Prices come from cutting planes, buckets are halved where
+For max within a bucket (c1, c2] this is a shortest path over (class, first layer): stages up to c2 are allowed, c1
+stands in the formula, and every link is the fastest there is. Prices come from cutting planes, buckets are halved where
 the minimum lies, and boxes where the bound is least. Everything is valid at any point; more work only tightens it.
 
-A pipeline with fewer micro-batches than stages keeps fewer in flight; such pipelines are bounded by tables with one in flight,
-over the depths at which they could be worth their price at all.
+A pipeline with fewer micro-batches than stages keeps fewer in flight; such pipelines are bounded by tables with one in
+flight, over the depths at which they could be worth their price at all.
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -38,6 +41,7 @@ POSITIONS = 8
 BUCKETS = 10  # per micro-batch size, to start with
 SINGLE = 1e-5  # relative safety of shortest paths, which are solved in single precision
 FINEST = 1.004  # ratio of a bucket's ends below which it is not halved
+NEAR, NARROW = 1.1, 1.12  # columns so near to worth their price set where buckets of so small a ratio are
 ROUNDS = 4  # of bounding and halving buckets in a box
 CUTTING_PLANES = 5
 WIDEST = 12  # buckets bounded or halved per round
@@ -49,8 +53,8 @@ PRECISION = 1e-3  # of the value: a box this near to it is done
 def work_bound(question: Question) -> float:
     """No plan is faster than all devices busy all the time, each with the layers it is best at.
 
-    Potentials u_l (least device-seconds per sample of layer l) and rates rho (largest potential per second of a device type):
-    time >= batch x sum u / sum devices x rho.
+    Potentials u_l (least device-seconds per sample of layer l) and rates rho (largest potential per second of a device
+    type): time >= batch x sum u / sum devices x rho.
     """
     per_sample = np.full((len(question.classes), question.num_layers), math.inf)
     for costs in question.costs:
@@ -142,7 +146,8 @@ def lower_bound(
     search = _Search(question.fast, value_s, clock)
     heap: list[tuple[float, int, _Box]] = []
     number = 0
-    for box in search.roots(hints or {}):
+    for root in search.roots(hints or {}):
+        (box,) = search.work(root)  # whatever the budget: no root may be left at its tail alone
         heapq.heappush(heap, (max(box.bound_s, floor), number, box))
         number += 1
     tight = value_s
@@ -165,6 +170,7 @@ class _Search:
         self.question, self.value_s, self.clock = question, value_s, clock
         self.target_s = value_s * (1 - PRECISION)
         self.paths = 0
+        self.near: dict[int, tuple[float, float]] = {}
         self._none = np.zeros(len(question.available), dtype=np.int64)
         self._tables: dict[bool, list[_Tables]] = {}
         units = int(max(question.limits.sum(), 1))
@@ -180,17 +186,22 @@ class _Search:
             for r in range(len(rate)):
                 takes = question.use[:, r]
                 rate[r] = max(rate[r], float(np.where(takes > 0, per_unit / np.maximum(takes, 1), 0.0).max()))
-        main = np.array([bool((question.use[question.tp == 1, r] > 0).any()) or len(rate) == 1 for r in range(len(rate))])
+        main = np.array(
+            [bool((question.use[question.tp == 1, r] > 0).any()) or len(rate) == 1 for r in range(len(rate))]
+        )
         if main.any():
             rate = np.where(main, rate, 0.0)
         return rate * question.need / max(float(rate @ question.available), 1e-300)
 
     def roots(self, hints: Mapping[int, Sequence[Hint]]) -> list[_Box]:
-        """Two or more pipelines for each smallest degree; a single one has no ring, so the smallest degree speaks for all."""
+        """Two or more pipelines for each smallest degree; a single one has no ring, so the smallest degree speaks for
+        all."""
         self.hints = hints
         boxes = []
         for min_tp in self.question.degrees:
-            inside = min(max(self.question.node_size // min_tp, 1), self.most_pipelines)  # pipelines whose rings fit a node
+            inside = min(
+                max(self.question.node_size // min_tp, 1), self.most_pipelines
+            )  # pipelines whose rings fit a node
             ranges = [(1, 1)] if min_tp == self.question.degrees[0] else []
             ranges += [ends for ends in ((2, inside), (inside + 1, self.most_pipelines)) if 2 <= ends[0] <= ends[1]]
             for ends in ranges:
@@ -211,11 +222,23 @@ class _Search:
                 hint.columns, self.question.available, self.question.need, max_pipelines=limit, calls=self.clock.calls
             )
             if relaxed is not None:
+                self._note_range(hint.columns, relaxed)
                 return relaxed.prices, relaxed.pipeline_price
         return self._first_prices(), 0.0
 
+    def _note_range(self, columns: Columns, relaxed: data_split.Relaxation) -> None:
+        """Where the maxima of pipelines near to worth their price lie, per micro-batch size: buckets are narrow
+        there."""
+        near = relaxed.column_time_s <= relaxed.time_s * NEAR
+        for size in np.unique(columns.size[near]):
+            largest = columns.max_s[near & (columns.size == size)]
+            low, high = float(largest.min()), float(largest[np.isfinite(largest)].max())
+            before = self.near.get(int(size), (math.inf, 0.0))
+            self.near[int(size)] = min(before[0], low), max(before[1], high)
+
     def work(self, box: _Box) -> list[_Box]:
-        """The next thing to do for a box: bound its buckets, find prices for it, or split it; nothing if all is done."""
+        """The next thing to do for a box: bound its buckets, find prices for it, or split it; nothing if all is
+        done."""
         if not box.solved:
             return [self._tighten(box)]
         if not box.priced:
@@ -223,7 +246,8 @@ class _Search:
         return self.split(box)
 
     def tables(self, synced: bool) -> list[_Tables]:
-        """Stage tables of every micro-batch size, and those with one micro-batch in flight where memory makes them differ."""
+        """Stage tables of every micro-batch size, and those with one micro-batch in flight where memory makes them
+        differ."""
         if synced not in self._tables:
             out, few = [], []
             for costs in self.question.costs:
@@ -238,7 +262,9 @@ class _Search:
                 out.append(_Tables(costs, load, 2 * cut, both, _first_equal(load), compute))
                 first = np.repeat(load[:, :1], positions, axis=1)
                 if not np.array_equal(first, load):
-                    few.append(_Tables(costs, first[:, :1], 2 * cut, both, _first_equal(first[:, :1]), compute, shallow=True))
+                    few.append(
+                        _Tables(costs, first[:, :1], 2 * cut, both, _first_equal(first[:, :1]), compute, shallow=True)
+                    )
             self._tables[synced] = out + few
         return self._tables[synced]
 
@@ -266,7 +292,7 @@ class _Search:
         loads = self._masked(box) if loads is None else loads
         target = self.target_s - box.tail[0]
         if not box.buckets:
-            box = self._started(box, loads)
+            return self._started(box, loads)
         buckets = sorted(box.buckets, key=lambda b: b.time_s)
         for _ in range(ROUNDS):
             low = [b for b in buckets[:WIDEST] if b.time_s < target and not (b.fresh and b.high < b.low * FINEST)]
@@ -277,18 +303,21 @@ class _Search:
                 if bucket.fresh:
                     middle = math.sqrt(bucket.low * bucket.high)
                     work += [bucket._replace(high=middle), bucket._replace(low=middle)]
-            buckets = sorted([b for b in buckets if b not in low] + self._evaluate(box, loads, work), key=lambda b: b.time_s)
+            buckets = sorted(
+                [b for b in buckets if b not in low] + self._evaluate(box, loads, work), key=lambda b: b.time_s
+            )
         time_s = min(max(box.time_s, buckets[0].time_s if buckets else self.value_s), self.value_s)
         narrow = not buckets or buckets[0].time_s >= target or buckets[0].high < buckets[0].low * FINEST
         return replace(box, buckets=tuple(buckets), time_s=time_s, solved=narrow)
 
     def _started(self, box: _Box, loads: list[Array]) -> _Box:
-        """Coarse buckets under the best of a few prices: those of the box, and between dear devices and dear pipelines."""
+        """Coarse buckets under the best of a few prices: those of the box, and between dear devices and dear
+        pipelines."""
         starts = [(box.prices, box.pipeline_price)]
         if box.pipelines[1] < self.most_pipelines:
             free, _ = self._hinted(box.min_tp, self.most_pipelines, box.tail[1])
             most = self.question.need / box.pipelines[1]
-            starts += [(free * (1 - part), most * part) for part in (0.25, 1.0)]
+            starts += [(free * (1 - part), most * part) for part in (0.25,)]
         best: _Box | None = None
         for prices, pipeline_price in starts:
             trial = replace(box, prices=prices, pipeline_price=pipeline_price)
@@ -299,7 +328,8 @@ class _Search:
             if time_s >= self.target_s - box.tail[0]:
                 break
         assert best is not None
-        return best
+        time_s = min((b.time_s for b in best.buckets), default=self.value_s)
+        return replace(best, time_s=min(max(box.time_s, time_s), self.value_s), solved=not best.buckets)
 
     def split(self, box: _Box) -> list[_Box]:
         """Two boxes that make up this one: by number of pipelines, or by tail; none if it is a point."""
@@ -316,7 +346,9 @@ class _Search:
             least = max(low, self._least_tail(box.min_tp, parting + 1))
             return [
                 self._under(box, (first, parting), box.tail),
-                replace(box, pipelines=(parting + 1, last), tail=(least, high), buckets=_stale(box.buckets), solved=False),
+                replace(
+                    box, pipelines=(parting + 1, last), tail=(least, high), buckets=_stale(box.buckets), solved=False
+                ),
             ]
         middle = math.sqrt(max(low, top / 16) * top)
         return [self._under(box, box.pipelines, (low, middle)), replace(box, tail=(middle, high))]
@@ -325,7 +357,9 @@ class _Search:
         """A tighter box: with hinted prices if they differ, else with what is known of its buckets."""
         prices, pipeline_price = self._hinted(box.min_tp, pipelines[1], tail[1])
         child = replace(box, pipelines=pipelines, tail=tail, solved=False, priced=False)
-        if np.allclose(prices, box.prices, rtol=1e-3) and math.isclose(pipeline_price, box.pipeline_price, rel_tol=1e-3):
+        if np.allclose(prices, box.prices, rtol=1e-3) and math.isclose(
+            pipeline_price, box.pipeline_price, rel_tol=1e-3
+        ):
             return replace(child, buckets=_stale(box.buckets))
         return replace(child, prices=prices, pipeline_price=pipeline_price, buckets=())
 
@@ -355,9 +389,13 @@ class _Search:
                 found = replace(trial, time_s=time_s)
             if not cuts or time_s >= self.target_s - box.tail[0] or self.clock.over:
                 break
-            rows = np.array([[1.0, *(-rate * use), *([-rate] if limited else [])] for _, rate, use in cuts], dtype=float)
+            rows = np.array(
+                [[1.0, *(-rate * use), *([-rate] if limited else [])] for _, rate, use in cuts], dtype=float
+            )
             upper = np.array([lead for lead, _, _ in cuts])
-            budget = np.array([[0.0, *question.available, *([float(box.pipelines[1])] if limited else [])]], dtype=float)
+            budget = np.array(
+                [[0.0, *question.available, *([float(box.pipelines[1])] if limited else [])]], dtype=float
+            )
             objective = np.zeros(rows.shape[1])
             objective[0] = -1.0
             self.clock.calls.linear_programs += 1
@@ -385,14 +423,25 @@ class _Search:
             usable = np.isfinite(load).any(axis=(1, 2, 3))
             least = float(table.compute[usable].min(axis=0).max()) if usable.any() else math.inf
             if least < self.value_s:
-                edges = np.geomspace(least * (1 - 1e-9), self.value_s, BUCKETS + 1)
-                grid += [_Bucket(index, float(a), float(b), 0.0) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+                edges = self._edges(least * (1 - 1e-9), table.costs.micro_batch)
+                grid += [_Bucket(index, float(a), float(b), 0.0) for a, b in itertools.pairwise(edges)]
         return grid
+
+    def _edges(self, least: float, size: int) -> Array:
+        """Ends of the buckets from the least maximum to the value at hand, narrow where good pipelines lie."""
+        if size not in self.near:
+            return np.geomspace(least, self.value_s, BUCKETS + 1)
+        low, high = (min(max(x, least), self.value_s) for x in self.near[size])
+        low, high = max(low / NARROW, least), min(high * NARROW, self.value_s)
+        narrow = min(BUCKETS, math.ceil(math.log(high / low) / math.log(NARROW)))
+        parts = [np.geomspace(least, low, 8), np.geomspace(low, high, narrow + 1), np.geomspace(high, self.value_s, 4)]
+        return np.unique(np.concatenate(parts))
 
     def _evaluate(
         self, box: _Box, loads: list[Array], buckets: list[_Bucket], cuts: list[tuple[float, float, Ints]] | None = None
     ) -> list[_Bucket]:
-        """The buckets with the least T of their pipelines, or a value from which on it does not matter; cuts on request."""
+        """The buckets with the least T of their pipelines, or a value from which on it does not matter; cuts on
+        request."""
         out = []
         for index, table in enumerate(self.tables(box.pipelines[0] > 1)):
             own = [b for b in buckets if b.table == index]
@@ -415,10 +464,11 @@ class _Search:
     def _paths(
         self, table: _Tables, load: Array, rate: Array, cap: Array, limit: Array, box: _Box, want_use: bool
     ) -> tuple[Array, list[Ints]]:
-        """(C,) least of sum + rate x price over pipelines with stages below each cap, or `limit`; resources of each if wanted.
+        """(C,) least of sum + rate x price over pipelines with stages below each cap, or `limit`; resources of each if
+        wanted.
 
-        `value[c, k, i]` is the least cost of the stages from layer i on when the first of them is of class k, one array per
-        number of stages.
+        `value[c, k, i]` is the least cost of the stages from layer i on when the first of them is of class k, one
+        array per number of stages.
         """
         unit_price = self.question.use @ box.prices
         usable = np.nonzero(np.isfinite(load).any(axis=(1, 2, 3)))[0]
@@ -434,7 +484,8 @@ class _Search:
         price = (rate[:, None] * unit_price[usable])[:, :, None].astype(np.float32)
         top: Single = (cap * (1 + SINGLE)).astype(np.float32)
         deepest = min(num_layers, self.question.job.max_depth or num_layers, int(self.question.limits.sum()))
-        # Whatever is put before layer i costs the least seconds of its layers, and the price of as many stages as those need.
+        # Whatever is put before layer i costs the least seconds of its layers, and the price of as many stages as
+        # those need.
         before = np.concatenate([[0.0], np.cumsum(table.compute[usable].min(axis=0))])
         stages = np.maximum(np.ceil(before[None, :] / cap[:, None] * (1 - 2 * SINGLE)), 1.0)
         ahead: Single = (before[None, :] + rate[:, None] * cheapest * stages).astype(np.float32)
@@ -466,12 +517,22 @@ class _Search:
         if not want_use:
             return found, []
         return found, [
-            self._trace(values[: stops[c]], loads, reach, joins[0], table, top[c], c, usable) if stops[c] > 0 else self._none
+            self._trace(values[: stops[c]], loads, reach, joins[0], table, top[c], c, usable)
+            if stops[c] > 0
+            else self._none
             for c in range(len(rate))
         ]
 
     def _trace(
-        self, values: list[Single], loads: Single, reach: Single, joins: Single, table: _Tables, cap: np.float32, c: int, usable: Ints
+        self,
+        values: list[Single],
+        loads: Single,
+        reach: Single,
+        joins: Single,
+        table: _Tables,
+        cap: np.float32,
+        c: int,
+        usable: Ints,
     ) -> Ints:
         """Resources of the pipeline behind `values[-1][c, :, 0]`."""
         use = np.zeros(self.question.use.shape[1], dtype=np.int64)
@@ -491,7 +552,8 @@ def _stale(buckets: tuple[_Bucket, ...]) -> tuple[_Bucket, ...]:
 
 
 def _first_equal(load: Array) -> Ints:
-    """(Q,) for each position the first one with the same loads: where memory does not bind, in-flight counts do not matter."""
+    """(Q,) for each position the first one with the same loads: where memory does not bind, in-flight counts do not
+    matter."""
     out = np.arange(load.shape[1])
     for q in range(1, load.shape[1]):
         if np.array_equal(load[:, q], load[:, q - 1]):

@@ -97,6 +97,9 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--no-recompute", action="store_true", help="never recompute activations")
     plan.add_argument("--top", type=_positive, default=1, metavar="K", help="show the K best plans")
     plan.add_argument("--time-limit", type=float, metavar="S", help="stop after S seconds with the best plan so far")
+    plan.add_argument(
+        "--effort", type=float, default=1.0, metavar="X", help="work on the lower bound, as a multiple of the default"
+    )
     plan.add_argument("--json", action="store_true", help="print the plan as JSON")
     plan.add_argument("-o", "--output", metavar="FILE", help="write the plan as JSON")
 
@@ -160,12 +163,22 @@ def _plan(options: argparse.Namespace) -> int:
     job = _job(options)
     if options.time_limit is not None and not options.time_limit > 0:
         raise ValueError(f"--time-limit: {options.time_limit} is not a time in seconds")
+    if not 0 <= options.effort < float("inf"):
+        raise ValueError(f"--effort: {options.effort} is not a multiple of at least 0")
     outputs = _outputs(options.output, options.top)
 
     from planner import search  # brings the solvers along
 
     with _Progress() as progress:
-        plans = search.plans(profile, cluster, job, time_limit=options.time_limit, progress=progress, top=options.top)
+        plans = search.plans(
+            profile,
+            cluster,
+            job,
+            time_limit=options.time_limit,
+            progress=progress,
+            top=options.top,
+            effort=options.effort,
+        )
     for plan in plans:
         for problem in plan.problems(profile, cluster, job):
             raise RuntimeError(f"the planner made a plan that does not pass its own check, please report it: {problem}")

@@ -535,7 +535,8 @@ class Cluster(Document):
 
     def links_between(self, type_a: str, type_b: str, devices: int = 1) -> tuple[Link, ...]:
         """The distinct links between two different devices of these types, inside nodes first."""
-        return tuple(dict.fromkeys((*self.links_inside(type_a, type_b, devices), *self.links_across(type_a, type_b, devices))))
+        inside, across = self.links_inside(type_a, type_b, devices), self.links_across(type_a, type_b, devices)
+        return tuple(dict.fromkeys((*inside, *across)))
 
     @cached
     def links_inside(self, type_a: str, type_b: str, devices: int = 1) -> tuple[Link, ...]:
@@ -586,7 +587,8 @@ class Cluster(Document):
                 left.discard(a)
                 for members in classes:
                     b = next((m for m in members if m in left), None)
-                    if b is not None and self._between(a, b, self.nodes[a].devices[0], self.nodes[b].devices[0], 1) is not None:
+                    types = [self.nodes[i].devices[0] for i in (a, b) if i is not None]
+                    if b is not None and self._between(a, b, types[0], types[1], 1) is not None:
                         todo += [m for m in members if m in left]
                         left -= set(members)
             seen.append(tuple(sorted(part)))

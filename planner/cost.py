@@ -1,7 +1,7 @@
 """What stages and pipelines cost: numbers in, seconds and bytes out.
 
-The formulas and letters are those of ``docs/model.md``. Everything is a pure function of a profile, a cluster and a job;
-nothing here chooses. Each function says whether it is exact, a bound or an approximation under that model.
+The formulas and letters are those of ``docs/model.md``. Everything is a pure function of a profile, a cluster and a
+job; nothing here chooses. Each function says whether it is exact, a bound or an approximation under that model.
 
     L layers, K classes, Q in-flight limits; l, k, q indices; (i, j) the half-open layer range of a stage.
 """
@@ -69,8 +69,8 @@ class Costs:
     calls
         (L,) all-reduce calls of the layer at granularity ``tensor``.
     cut
-        (K, K, L + 1) seconds to hand one micro-batch over the cut before layer l, one way, between units of two classes;
-        0 at both ends. Slowest link between the types: a placement can only be faster.
+        (K, K, L + 1) seconds to hand one micro-batch over the cut before layer l, one way, between units of two
+        classes; 0 at both ends. Slowest link between the types: a placement can only be faster.
     cut_floor
         (K, K, L + 1) the same over the fastest link.
     tied
@@ -117,7 +117,8 @@ class Costs:
 def layer_costs(
     profile: ModelProfile, cluster: Cluster, job: Job, classes: Sequence[DeviceClass], micro_batch: int
 ) -> Costs:
-    """Collect the costs of every layer on every class at one micro-batch size. Exact: measured or interpolated figures."""
+    """Collect the costs of every layer on every class at one micro-batch size. Exact: measured or interpolated
+    figures."""
     num_classes, num_layers = len(classes), profile.num_layers
     kinds = [profile.kind_of(l) for l in range(num_layers)]
     per_parameter = job.state
@@ -139,10 +140,7 @@ def layer_costs(
     trainable = np.array([kind.trainable for kind in kinds])
     total = np.array([kind.parameters for kind in kinds], dtype=float)
     state = np.array(
-        [
-            [rank_parameters(kind.parameters, kind.shard_parameters, unit.tp) for kind in kinds]
-            for unit in classes
-        ],
+        [[rank_parameters(kind.parameters, kind.shard_parameters, unit.tp) for kind in kinds] for unit in classes],
         dtype=float,
     ).reshape(num_classes, num_layers)
     state *= np.where(trainable, per_parameter.total, per_parameter.weights)
@@ -250,7 +248,8 @@ def _hand_over_s(cluster: Cluster, classes: Sequence[DeviceClass], inputs: Array
 
 
 def ring_all_reduce_s(nbytes: float | Array, num_ranks: int, links: Sequence[Link], fastest: bool = False) -> Array:
-    """Seconds of a ring all-reduce of `nbytes` per rank over `num_ranks` ranks on the slowest of `links`, or the fastest.
+    """Seconds of a ring all-reduce of `nbytes` per rank over `num_ranks` ranks on the slowest of `links`, or the
+    fastest.
 
     Exact for the alpha-beta model: 2 (n - 1) steps of nbytes / n each. 0 for one rank or no bytes.
     """
@@ -266,8 +265,8 @@ def ring_links(cluster: Cluster, device_type: str, types: Collection[str]) -> tu
     """Links that bound the gradient rings of a device type, given the types that take part.
 
     Rings over different links run side by side, so a device is bound by its own network link: the one between nodes of
-    its type (a slower peer accounts for itself). A link slower than both ends' own links is a property of the path, which
-    every ring has to cross, so it counts for both ends.
+    its type (a slower peer accounts for itself). A link slower than both ends' own links is a property of the path,
+    which every ring has to cross, so it counts for both ends.
     """
     own = own_links(cluster, device_type)
     reference = float(1 << 26)
@@ -288,7 +287,9 @@ def own_links(cluster: Cluster, device_type: str) -> tuple[Link, ...]:
     across = cluster.links_across(device_type, device_type, 1)
     if across:
         return across
-    outward = [link for other in cluster.types if other != device_type for link in cluster.links_across(device_type, other, 1)]
+    outward = [
+        link for other in cluster.types if other != device_type for link in cluster.links_across(device_type, other, 1)
+    ]
     if outward:  # one node of this type: its network link is the best that reaches it
         return (min(outward, key=lambda link: float(link.seconds(float(1 << 26)))),)
     return cluster.links_between(device_type, device_type, 1)
@@ -309,8 +310,8 @@ class StageTable:
     cut
         (K, K, L + 1) seconds of a hand-over between two classes before layer l.
     left, level_of
-        (K, N, L + 1) the distinct left cuts a stage of each class can have, and (K, K) which of them a predecessor of the
-        first class gives to a stage of the second.
+        (K, N, L + 1) the distinct left cuts a stage of each class can have, and (K, K) which of them a predecessor of
+        the first class gives to a stage of the second.
     exact
         False if recomputed layers were picked greedily somewhere (many different savings): an upper bound there.
     """
@@ -408,9 +409,9 @@ def stage_bytes(costs: Costs) -> tuple[Array, Array]:
 def _recompute_s(costs: Costs, k: int, need: Array, flights: Array, wanted: NDArray[np.bool_]) -> tuple[Array, bool]:
     """Least extra forward seconds whose recomputation frees `need` bytes, for every (q, i, j) in `wanted`.
 
-    Layers of equal savings and forwards are interchangeable, so the cheapest forwards of a saving go first: with one saving
-    that is a prefix, with few the counts of all groups but the largest are enumerated, with many the Pareto set of (bytes,
-    seconds) is built layer by layer. Exact, unless that set has to be thinned; then an upper bound.
+    Layers of equal savings and forwards are interchangeable, so the cheapest forwards of a saving go first: with one
+    saving that is a prefix, with few the counts of all groups but the largest are enumerated, with many the Pareto set
+    of (bytes, seconds) is built layer by layer. Exact, unless that set has to be thinned; then an upper bound.
     """
     saved, forward = costs.saved[k], costs.forward[k]
     num_layers = len(saved)
@@ -419,7 +420,9 @@ def _recompute_s(costs: Costs, k: int, need: Array, flights: Array, wanted: NDAr
     free, flight = need[q, i, j], flights[q]
     best, exact = np.full(len(q), math.inf), True
     if math.prod(len(layers) + 1 for layers in members[1:]) <= RECOMPUTE_CHOICES:
-        cheapest = [_cheapest_sums(tuple(float(forward[l]) for l in layers), tuple(layers), num_layers) for layers in members]
+        cheapest = [
+            _cheapest_sums(tuple(float(forward[l]) for l in layers), tuple(layers), num_layers) for layers in members
+        ]
         sizes = [saved[layers[0]] for layers in members]
         for counts in np.ndindex(*(len(layers) + 1 for layers in members[1:])):
             cost, rest = np.zeros(len(q)), free.copy()
@@ -456,7 +459,8 @@ def _savings_groups(saved: Array, layers: Iterable[int]) -> list[list[int]]:
 
 
 def _with_choice(points: Array, saved: float, forward: float) -> tuple[Array, bool]:
-    """Pareto set of (bytes freed, seconds), both ascending, with one more layer to recompute or not; False if thinned."""
+    """Pareto set of (bytes freed, seconds), both ascending, with one more layer to recompute or not; False if
+    thinned."""
     if saved <= 0:
         return points, True
     both = np.concatenate([points, points + [saved, forward]])
@@ -471,7 +475,8 @@ def _with_choice(points: Array, saved: float, forward: float) -> tuple[Array, bo
 
 @lru_cache(maxsize=256)
 def _cheapest_sums(forward: tuple[float, ...], layers: tuple[int, ...], num_layers: int) -> Array:
-    """(L+1, L+1, n+1): seconds of the c cheapest of n layers (with these forwards) inside [i, j); infinite if there are fewer."""
+    """(L+1, L+1, n+1): seconds of the c cheapest of n layers (with these forwards) inside [i, j); infinite if there
+    are fewer."""
     seconds, where = np.array(forward), np.array(layers)
     inside = np.zeros(num_layers + 1, dtype=np.int64)
     inside[1:] = np.cumsum(np.isin(np.arange(num_layers), where))
@@ -488,7 +493,8 @@ def _cheapest_sums(forward: tuple[float, ...], layers: tuple[int, ...], num_laye
 
 
 def recomputed_layers(costs: Costs, k: int, i: int, j: int, in_flight: int, synced: bool) -> tuple[int, ...]:
-    """The layers the stage [i, j) on class k recomputes: a cheapest set that makes it fit, as `stage_table` charges it."""
+    """The layers the stage [i, j) on class k recomputes: a cheapest set that makes it fit, as `stage_table` charges
+    it."""
     base, per_micro_batch = stage_bytes(costs)
     usable = costs.usable[k] - (costs.sync_buffer if synced else 0.0)
     over = base[k, i, j] + in_flight * per_micro_batch[k, i, j] - usable
@@ -516,7 +522,9 @@ def recomputed_layers(costs: Costs, k: int, i: int, j: int, in_flight: int, sync
         chosen = []
         for l in range(j - 1, i - 1, -1):  # undo the choices layer by layer
             before = steps[l - i]
-            same = np.isclose(before[:, 0], bytes_, rtol=1e-12, atol=0.5) & np.isclose(before[:, 1], seconds, rtol=1e-12)
+            same = np.isclose(before[:, 0], bytes_, rtol=1e-12, atol=0.5) & np.isclose(
+                before[:, 1], seconds, rtol=1e-12
+            )
             if not same.any():
                 chosen.append(l)
                 bytes_, seconds = bytes_ - saved[l], seconds - forward[l]
@@ -547,7 +555,8 @@ def least_tail(load: Array, tail: Array) -> Array:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SyncTable:
-    """Seconds after the last micro-batch: (K, L + 1, L + 1) of the ring alone, of the update alone, and their exposed sum."""
+    """Seconds after the last micro-batch: (K, L + 1, L + 1) of the ring alone, of the update alone, and their exposed
+    sum."""
 
     ring: Array
     update: Array
@@ -658,7 +667,8 @@ def _chunked_ring(
 def pipeline_s(loads: Sequence[float], num_micro_batches: int) -> float:
     """Planning form: sum of stage loads + (m - 1) x the largest.
 
-    Exact for equal stages with free links, where it is (m + S - 1)(F + B); otherwise an approximation, mostly from above.
+    Exact for equal stages with free links, where it is (m + S - 1)(F + B); otherwise an approximation, mostly from
+    above.
     """
     return sum(loads) + (num_micro_batches - 1) * max(loads)
 
@@ -677,8 +687,8 @@ def one_f_one_b_s(
 ) -> float:
     """1F1B iteration of unequal stages with transfers, without gradient sync.
 
-    An approximation: 0.0 % off an event simulation for stages within 10 % of each other and free links, within -2.0 / +0.5 %
-    for transfers of 5 % of F, -8 / +3 % for 25 %.
+    An approximation: 0.0 % off an event simulation for stages within 10 % of each other and free links, within -2.0 /
+    +0.5 % for transfers of 5 % of F, -8 / +3 % for 25 %.
 
     Parameters
     ----------

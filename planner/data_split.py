@@ -1,7 +1,7 @@
 """Level 1: which pipelines there are, and how many micro-batches each takes.
 
-A *column* is a template with a micro-batch size and one or more (sum, max) points of level 2; within time T one such pipeline
-runs at most
+A *column* is a template with a micro-batch size and one or more (sum, max) points of level 2; within time T one such
+pipeline runs at most
 
     v(T) = max over points floor((T - sum) / max) + 1      micro-batches, 0 before the first point fits.
 
@@ -10,9 +10,9 @@ runs at most
                             sum_t n_t use_t <= available                         units of every kind              (3)
                             sum_t n_t <= P_max                                                                    (4)
 
-Without the floor and with n real this is one linear program in prices (`relaxed_time`), the start of a bisection on T. At
-each T: the linear program with the floor (no plan if it yields too little), reduced-cost fixing, a greedy fill, and the integer
-program on the columns that are left. Symmetry is gone by construction: only counts appear.
+Without the floor and with n real this is one linear program in prices (`relaxed_time`), the start of a bisection on T.
+At each T: the linear program with the floor (no plan if it yields too little), reduced-cost fixing, a greedy fill, and
+the integer program on the columns that are left. Symmetry is gone by construction: only counts appear.
 """
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ class Relaxation:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Choice:
-    """Pipelines chosen: (M,) counts of each column, feasible within `time_s`; proved if nothing below `bound_s` exists."""
+    """Pipelines chosen: (M,) counts of each column, feasible within `time_s`; proved if nothing below `bound_s`
+    exists."""
 
     time_s: float
     counts: Ints
@@ -158,7 +159,8 @@ def relaxed_time(
         hot += new
     prices = x[1 : 1 + num_resources] * scale
     mu = float(x[1 + num_resources]) * need / max_pipelines if max_pipelines is not None else 0.0
-    # The weights are the shares of the columns in T; n = weight x rate / theta pipelines of a column, which spend the budget.
+    # The weights are the shares of the columns in T; n = weight x rate / theta pipelines of a column, which spend the
+    # budget.
     weights = np.asarray(solution.prices)
     spent = float(weights @ (rate[hot] * (columns.use[row[hot]] @ prices + mu))) / need
     used = row[hot][weights > 1e-9]
@@ -235,7 +237,8 @@ class _Problem:
         return "optimal", counts
 
     def _greedy(self, order: Ints, most: Ints) -> Ints | None:
-        """Take as many of each column as fit, in this order; None if that yields too little or cannot add up exactly."""
+        """Take as many of each column as fit, in this order; None if that yields too little or cannot add up
+        exactly."""
         use, size = self.columns.use[order], self.columns.size[order]
         rest = self.available.copy()
         left = self.max_pipelines if self.max_pipelines is not None else self.need
@@ -271,7 +274,8 @@ def least_time(
     calls: Calls | None = None,
     time_limit: float | None = None,
 ) -> Choice | None:
-    """Least T, to a relative `tolerance`, for which the integer program has a solution; None if that is not below `upper`.
+    """Least T, to a relative `tolerance`, for which the integer program has a solution; None if that is not below
+    `upper`.
 
     Parameters
     ----------
@@ -315,7 +319,11 @@ def share_columns(columns: Columns, counts: Ints, need: int) -> float | None:
         Group(
             count=int(counts[t]),
             size=int(columns.size[t]),
-            points=tuple((float(s), float(c)) for s, c in zip(columns.sum_s[t], columns.max_s[t], strict=True) if math.isfinite(s)),
+            points=tuple(
+                (float(s), float(c))
+                for s, c in zip(columns.sum_s[t], columns.max_s[t], strict=True)
+                if math.isfinite(s)
+            ),
             most=int(columns.most[t]),
         )
         for t in chosen
@@ -339,15 +347,17 @@ class Group:
 
     def within(self, time_s: float) -> int:
         """Micro-batches one pipeline runs within a time."""
-        runs = max((math.floor((time_s - s) / c + 1e-9) + 1 for s, c in self.points if time_s >= s * (1 - 1e-12)), default=0)
+        runs = max(
+            (math.floor((time_s - s) / c + 1e-9) + 1 for s, c in self.points if time_s >= s * (1 - 1e-12)), default=0
+        )
         return min(runs, self.most)
 
 
 def share(groups: Sequence[Group], need: int) -> tuple[float, tuple[int, ...]] | None:
     """Exact micro-batch split: least finish time and the micro-batches of each group, at least one per pipeline.
 
-    Bisection over the finish times that can occur; whether the group totals can add up to `need` samples is a reachability
-    bitset. None if no split adds up.
+    Bisection over the finish times that can occur; whether the group totals can add up to `need` samples is a
+    reachability bitset. None if no split adds up.
     """
     low, high = 0.0, max(group.time_s(max(1, min(group.most, -(-need // group.size)))) for group in groups)
 

@@ -1,9 +1,9 @@
 """Chosen stage units onto physical devices.
 
 The search counts units; here each unit gets `tp` devices of one type in one place (a node, or a fast group of it for
-tp >= 2). Units are cut out of the places largest degree first, which always succeeds when the degrees divide one another, and
-are then dealt to the stages so that neighbours along a pipeline share fast links. Swaps of equal units improve the deal
-until none helps.
+tp >= 2). Units are cut out of the places largest degree first, which always succeeds when the degrees divide one
+another, and are then dealt to the stages so that neighbours along a pipeline share fast links. Swaps of equal units
+improve the deal until none helps.
 """
 
 from __future__ import annotations
@@ -42,7 +42,12 @@ class Unit:
 
 
 def place(
-    cluster: Cluster, pipelines: Sequence[Sequence[DeviceClass]], message_bytes: float, *, by_stage: bool = False
+    cluster: Cluster,
+    pipelines: Sequence[Sequence[DeviceClass]],
+    message_bytes: float,
+    *,
+    by_stage: bool = False,
+    improve: bool = True,
 ) -> tuple[tuple[Unit, ...], ...]:
     """Devices for every stage of every pipeline, near to the neighbours along it.
 
@@ -54,6 +59,8 @@ def place(
         Typical size of a hand-over, to compare links.
     by_stage
         Near to the same stage of the other pipelines instead: for gradient rings that stay inside a node.
+    improve
+        Swap units while hand-overs get shorter; to no avail where links depend on device types alone.
 
     Raises
     ------
@@ -79,7 +86,8 @@ def place(
         placed = _deal_by_stage(pipelines, free, hand_over_s)
     else:
         placed = [_deal(pipeline, free, hand_over_s) for pipeline in pipelines]
-        _swap(placed, pipelines, hand_over_s)
+        if improve:
+            _swap(placed, pipelines, hand_over_s)
     for units in placed:
         if any(math.isinf(hand_over_s(a, b)) for a, b in itertools.pairwise(units)):
             raise DoesNotPack("neighbouring stages without a link")
@@ -127,7 +135,8 @@ def _carve(cluster: Cluster, wanted: dict[DeviceClass, int]) -> dict[DeviceClass
 def _deal(
     pipeline: Sequence[DeviceClass], free: dict[DeviceClass, list[Unit]], hand_over_s: Callable[[Unit, Unit], float]
 ) -> list[Unit]:
-    """One pipeline, stage by stage: the unit nearest to the one before, then the fullest node for what is still to come."""
+    """One pipeline, stage by stage: the unit nearest to the one before, then the fullest node for what is still to
+    come."""
     chosen: list[Unit] = []
     for s, unit in enumerate(pipeline):
         coming: dict[int, int] = {}

@@ -55,8 +55,8 @@ class Question:
     costs
         One per micro-batch size.
     use, available
-        (K, R) and (R,): units of a class take resources; a resource is the places for tp groups of one degree or more on one
-        device type.
+        (K, R) and (R,): units of a class take resources; a resource is the places for tp groups of one degree or more
+        on one device type.
     limits
         (K,) units of each class that can exist.
     rings
@@ -109,7 +109,9 @@ class Question:
         """Per class, the links of a ring that stays inside a node, where there are any."""
         types = self.cluster.types
         return tuple(
-            tuple(dict.fromkeys(link for other in types for link in self.cluster.links_inside(unit.device_type, other, 1)))
+            tuple(
+                dict.fromkeys(link for other in types for link in self.cluster.links_inside(unit.device_type, other, 1))
+            )
             for unit in self.classes
         )
 
@@ -152,8 +154,8 @@ class Question:
         return {}
 
     def parts(self) -> Iterator[Question]:
-        """The whole, then what may do better alone: device types, nodes and islands, where the rest slows their rings or
-        hand-overs down. Only the parts of a network whose nodes do not all reach one another."""
+        """The whole, then what may do better alone: device types, nodes and islands, where the rest slows their rings
+        or hand-overs down. Only the parts of a network whose nodes do not all reach one another."""
         separate = self.cluster.parts()
         if len(separate) > 1:
             for members in separate:
@@ -172,7 +174,9 @@ class Question:
         islands = list(dict.fromkeys(node.island for node in nodes if node.island is not None))
         groups = [tuple(node for node in nodes if node.island == name) for name in islands] if len(islands) > 1 else []
         if len(nodes) > 1:
-            kinds = {(tuple(sorted(node.devices)), node.link, node.groups, node.group_link): node for node in reversed(nodes)}
+            kinds = {
+                (tuple(sorted(node.devices)), node.link, node.groups, node.group_link): node for node in reversed(nodes)
+            }
             groups += [(node,) for node in reversed(kinds.values()) if len(node.devices) > 1]
         for group in groups:
             yield from self._of_nodes([node.name for node in group])
@@ -191,8 +195,8 @@ def ask(profile: ModelProfile, cluster: Cluster, job: Job) -> Question:
     Raises
     ------
     ValueError
-        If no device type of the cluster was measured, the micro-batch sizes cannot add up to the global batch, or no link
-        joins two device types that have none of their own.
+        If no device type of the cluster was measured, the micro-batch sizes cannot add up to the global batch, or no
+        link joins two device types that have none of their own.
     """
     warnings = list(profile.warnings)
     missing = [name for name in cluster.types if not profile.degrees(name)]
@@ -217,13 +221,16 @@ def ask(profile: ModelProfile, cluster: Cluster, job: Job) -> Question:
     if not classes:
         asked = "any measured degree" if job.tp is None else f"tp {', '.join(map(str, job.tp))}"
         measured = "; ".join(f"{name}: {', '.join(map(str, profile.degrees(name)))}" for name in cluster.types)
-        raise ValueError("; ".join([f"tp: no device type can run {asked}; measured degrees are {measured}", *heads_say]))
+        raise ValueError(
+            "; ".join([f"tp: no device type can run {asked}; measured degrees are {measured}", *heads_say])
+        )
     warnings += heads_say
     sizes = [b for b in _sizes(profile, job, classes) if b <= job.global_batch]
     if not sizes:
+        known = _sizes(profile, replace(job, micro_batches=None), classes)
         raise ValueError(
-            f"micro_batches: no allowed size is measured on any device and at most the global batch of {job.global_batch}; "
-            f"measured: {', '.join(map(str, _sizes(profile, replace(job, micro_batches=None), classes))) or 'none'}"
+            "micro_batches: no allowed size is measured on any device and at most the global batch of "
+            f"{job.global_batch}; measured: {', '.join(map(str, known)) or 'none'}"
         )
     nearest = data_split.nearest_batches(sizes, job.global_batch)
     if job.global_batch not in nearest and not data_split.adds_up(sizes, job.global_batch):
@@ -242,7 +249,9 @@ def ask(profile: ModelProfile, cluster: Cluster, job: Job) -> Question:
         use=use,
         available=available,
         limits=np.array([cluster.capacity(unit.device_type, unit.tp) for unit in classes], dtype=np.int64),
-        rings=tuple(cost.ring_links(cluster, unit.device_type, {each.device_type for each in classes}) for unit in classes),
+        rings=tuple(
+            cost.ring_links(cluster, unit.device_type, {each.device_type for each in classes}) for unit in classes
+        ),
         warnings=tuple(warnings),
     )
 
@@ -261,8 +270,8 @@ def _sizes(profile: ModelProfile, job: Job, classes: list[DeviceClass]) -> list[
 def _resources(cluster: Cluster, classes: list[DeviceClass]) -> tuple[Ints, Ints]:
     """Resources that units take: for each type and degree d, places for d devices, taken by units of degree d or more.
 
-    Enough exactly when the degrees divide one another (larger units are cut out of the nodes first); a row that the devices
-    of the type already imply is left out.
+    Enough exactly when the degrees divide one another (larger units are cut out of the nodes first); a row that the
+    devices of the type already imply is left out.
     """
     rows, available = [], []
     for device_type in dict.fromkeys(unit.device_type for unit in classes):
@@ -272,10 +281,7 @@ def _resources(cluster: Cluster, classes: list[DeviceClass]) -> tuple[Ints, Ints
             places = cluster.capacity(device_type, d)
             if d == 1 or places * d < total:
                 rows.append(
-                    [
-                        -(-unit.tp // d) if unit.device_type == device_type and unit.tp >= d else 0
-                        for unit in classes
-                    ]
+                    [-(-unit.tp // d) if unit.device_type == device_type and unit.tp >= d else 0 for unit in classes]
                 )
                 available.append(places)
     return np.array(rows, dtype=np.int64).T.copy(), np.array(available, dtype=np.int64)

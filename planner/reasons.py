@@ -91,7 +91,9 @@ def _changes(question: Question) -> Iterator[tuple[str, Question]]:
     if job.precision == "fp32" and job.bytes_per_parameter is None:
         trials.append(("momentum instead of adam" if job.optimizer == "adam" else "sgd", replace(job, optimizer="sgd")))
     if job.memory_margin > 0:
-        trials.append((f"a memory margin below {job.memory_margin:g} (memory_margin: 0)", replace(job, memory_margin=0.0)))
+        trials.append(
+            (f"a memory margin below {job.memory_margin:g} (memory_margin: 0)", replace(job, memory_margin=0.0))
+        )
     for text, changed in trials:
         try:
             yield text, ask(question.profile, question.cluster, changed)

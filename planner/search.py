@@ -6,9 +6,9 @@
     plan       chosen units onto nodes, everything recomputed with the true links       (placement, assemble)
     bound      what no plan can beat                                                    (bound)
 
-Small questions are searched exhaustively: every number of pipelines, every deadline that changes anything, all templates,
-with the (sum, max) points of the chosen ones refined until they are exact. Larger ones restrict the templates, which the plan
-says; its bound holds for all plans all the same.
+Small questions are searched exhaustively: every number of pipelines, every deadline that changes anything, all
+templates, with the (sum, max) points of the chosen ones refined until they are exact. Larger ones restrict the
+templates, which the plan says; its bound holds for all plans all the same.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from planner.stage_split import Ints, Template, Templates, TooManyTemplates
 EXACT_DEVICES = 12
 EXACT_TEMPLATES = 500
 EXACT_TOLERANCE = 1e-6
-# A larger one: most templates, relative precision of T, ratio of neighbouring deadlines, stages per pipeline tried in turn.
+# A larger one: most templates, relative precision of T, ratio of neighbouring deadlines, stages per pipeline tried in
+# turn.
 MOST_TEMPLATES = 3000
 ALL_CLASSES = 150  # templates up to which pipelines may mix more than two classes
 TOLERANCE = 2e-4
@@ -127,7 +128,8 @@ class _Best:
 
 
 def _search_all(question: Question, best: _Best, clock: Clock) -> float | None:
-    """Search the whole and its parts under pessimistic and optimistic links; the optimum of all plans if that was proved."""
+    """Search the whole and its parts under pessimistic and optimistic links; the optimum of all plans if that was
+    proved."""
     proved: float | None = None
     for part in question.parts():
         floor = bound.work_bound(part)
@@ -148,8 +150,8 @@ def _search_all(question: Question, best: _Best, clock: Clock) -> float | None:
 class _Row:
     """Stage costs of one micro-batch size under some in-flight rule, before a deadline masks stages.
 
-    `most` is the largest number of micro-batches the in-flight counts were limited to, if they were; such a row is only for
-    templates deeper than that.
+    `most` is the largest number of micro-batches the in-flight counts were limited to, if they were; such a row is
+    only for templates deeper than that.
     """
 
     costs: Costs
@@ -179,7 +181,8 @@ class _Splits:
 
 
 def _rows(view: Question, depth: int, synced: bool, corner: Collection[tuple[int, int]] = ()) -> list[_Row]:
-    """One row per micro-batch size; and one for each (micro-batch size, number of micro-batches fewer than stages) in `corner`."""
+    """One row per micro-batch size; and one for each (micro-batch size, number of micro-batches fewer than stages) in
+    `corner`."""
     rows = []
     for costs in view.costs:
         table = cost.stage_table(costs, range(1, depth + 1), synced)
@@ -194,7 +197,12 @@ def _rows(view: Question, depth: int, synced: bool, corner: Collection[tuple[int
 
 
 def _split(
-    view: Question, rows: list[_Row], graph: Templates, tails: list[Array], deadline: float, weights: list[tuple[float, float]]
+    view: Question,
+    rows: list[_Row],
+    graph: Templates,
+    tails: list[Array],
+    deadline: float,
+    weights: list[tuple[float, float]],
 ) -> _Splits:
     """Stage splits of every template under a deadline, one (sum, max) point per pair of weights."""
     use = graph.counts @ view.use
@@ -224,13 +232,12 @@ def _split(
 
 
 def _roughly(table: StageTable) -> StageTable:
-    """With a single left cut where they differ by little against the stages: a third of the work, near enough to choose by."""
+    """With a single left cut where they differ by little against the stages: a third of the work, near enough to
+    choose by."""
     finite = table.load[np.isfinite(table.load)]
     left = np.where(np.isfinite(table.left), table.left, 0.0)
-    if table.left.shape[1] > 1 and len(finite) and np.isfinite(table.left).all():
-        if float(np.ptp(left, axis=1).max()) < ROUGH * float(np.median(finite)):
-            return table.with_one_left()
-    return table
+    alike = len(finite) and float(np.ptp(left, axis=1).max()) < ROUGH * float(np.median(finite))
+    return table.with_one_left() if alike and np.isfinite(table.left).all() else table
 
 
 def _candidate(view: Question, splits: _Splits, counts: Ints) -> Candidate | None:
@@ -293,7 +300,8 @@ class _Case:
 
 
 def _exact(view: Question, part: Question, graphs: dict[int, Templates], best: _Best, clock: Clock) -> float:
-    """Search everything; returns the optimum under the view's links, or a lower bound on it that the best plan meets."""
+    """Search everything; returns the optimum under the view's links, or a lower bound on it that the best plan
+    meets."""
     lowest = math.inf
     for index, (min_tp, graph) in enumerate(graphs.items()):
         clock.tell(index / len(graphs), f"all pipelines with tp >= {min_tp}")
@@ -343,7 +351,8 @@ def _exact_cases(
 def _corner(
     view: Question, graph: Templates, known: dict[bool, _Splits], limit: float, clock: Clock
 ) -> dict[bool, set[tuple[int, int]]]:
-    """Which pipelines of fewer micro-batches than stages may be in a plan below `limit`: (micro-batch size, micro-batches).
+    """Which pipelines of fewer micro-batches than stages may be in a plan below `limit`: (micro-batch size,
+    micro-batches).
 
     At the prices of the linear program without them, each needs the price of one more unit than it has micro-batches.
     """
@@ -498,7 +507,8 @@ class _Cell:
 
 
 def _broad(view: Question, part: Question, best: _Best, clock: Clock) -> None:
-    """Templates of limited depth and few classes over falling deadlines; then integer programs, the most promising first."""
+    """Templates of limited depth and few classes over falling deadlines; then integer programs, the most promising
+    first."""
     cells: list[_Cell] = []
     for index, min_tp in enumerate(view.degrees):
         if clock.over and cells:
@@ -571,9 +581,13 @@ def _tail_left(splits: _Splits, relaxed: data_split.Relaxation, tails: list[Arra
     """Largest tail among the stages of the columns in a fractional solution."""
     tail = 0.0
     for t in relaxed.used:
-        split = splits.template(int(t)).walk(max(1.0, (relaxed.time_s - splits.columns.sum_s[t, 0]) / splits.columns.max_s[t, 0]))
+        split = splits.template(int(t)).walk(
+            max(1.0, (relaxed.time_s - splits.columns.sum_s[t, 0]) / splits.columns.max_s[t, 0])
+        )
         assert split is not None
-        tail = max(tail, *(float(tails[int(splits.columns.label[t, 0])][s.class_index, s.first, s.end]) for s in split.stages))
+        tail = max(
+            tail, *(float(tails[int(splits.columns.label[t, 0])][s.class_index, s.first, s.end]) for s in split.stages)
+        )
     return tail
 
 
@@ -601,14 +615,18 @@ def _deep_enough(
         graph, restriction = _fitting(view, min_tp, depth)
         rows = _rows(view, depth, synced=max_pipelines != 1)
         weight = _micro_batches(view, max_pipelines or max(2, int(view.limits.max()) // depth))
-        splits = _split(view, rows, graph, [np.zeros(0)] * len(rows), math.inf, [(1.0, weight)]) if rows else _nothing(view, graph)
+        splits = (
+            _split(view, rows, graph, [np.zeros(0)] * len(rows), math.inf, [(1.0, weight)])
+            if rows
+            else _nothing(view, graph)
+        )
         relaxed = _relax(view, splits.columns, max_pipelines, clock)
         clock.templates = max(clock.templates, len(graph.counts))
         best.restrictions |= restriction
         found = graph, rows, splits, relaxed
-        if previous is not None and previous[3] is not None and relaxed is not None:
-            if relaxed.time_s > previous[3].time_s * (1 - 1e-3):
-                return previous
+        before = previous[3] if previous is not None else None
+        if previous and before and relaxed and relaxed.time_s > before.time_s * (1 - 1e-3):
+            return previous
         previous = found
         deepest = int(graph.num_stages.max(initial=0))
         if depth == view.num_layers or deepest < depth:
@@ -633,13 +651,16 @@ def _nothing(view: Question, graph: Templates) -> _Splits:
 
 
 def _fitting(view: Question, min_tp: int, depth: int) -> tuple[Templates, set[str]]:
-    """All templates of a depth if they are few; else those of at most two classes, and of the depth that keeps them few."""
+    """All templates of a depth if they are few; else those of at most two classes, and of the depth that keeps them
+    few."""
     for max_classes in (len(view.classes), 2, 1):
         try:
             graph = _graph(view, min_tp, depth, max_classes, ALL_CLASSES if max_classes > 2 else MOST_TEMPLATES)
         except TooManyTemplates:
             continue
-        return graph, {f"at most {max_classes} classes of device and tp per pipeline"} if max_classes < len(view.classes) else set()
+        return graph, {f"at most {max_classes} classes of device and tp per pipeline"} if max_classes < len(
+            view.classes
+        ) else set()
     return _fitting(view, min_tp, depth - 1)
 
 

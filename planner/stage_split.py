@@ -1,20 +1,21 @@
 """Level 2: layers to stages, for every template at once.
 
-A template is a multiset of stage units (how many of each class); any device order along the pipeline is allowed. Pipelines
-are built from the last stage backwards, so the position of a stage, and with it its in-flight count, is known when it is
-placed, and one table serves every template:
+A template is a multiset of stage units (how many of each class); any device order along the pipeline is allowed.
+Pipelines are built from the last stage backwards, so the position of a stage, and with it its in-flight count, is
+known when it is placed, and one table serves every template:
 
     state  (units used so far, class k of the first stage, load of its left cut, first layer i)
     value  (sum, max) of the stage loads v = load_k,q(i, j) + cut(left) + cut(right)
     step   put a stage of class k on [i, j) before a state whose first stage is of class k2 and starts at layer j
 
 A sweep minimises ``a * sum + b * max``: exactly for b = 0 (also under a cap on max) and for a = 0; with both it keeps
-one pair per state, which makes it a heuristic whose pairs are real. `walk` gives the exact minimum of sum + (m - 1) max of one
-template: cap the maximum, minimise the sum, tighten the cap, until no smaller maximum can pay.
+one pair per state, which makes it a heuristic whose pairs are real. `walk` gives the exact minimum of sum + (m - 1)
+max of one template: cap the maximum, minimise the sum, tighten the cap, until no smaller maximum can pay.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -144,7 +145,7 @@ def _with_states(counts: Ints) -> Templates:
     edge = np.searchsorted(stages, np.arange(1, int(stages.max(initial=0)) + 2))
     kinds = np.concatenate([first[:, None], np.where(follow < none, np.append(first, -1)[follow], -1)], axis=1)
     levels = []
-    for low, high in zip(edge[:-1], edge[1:], strict=True):
+    for low, high in itertools.pairwise(edge):
         blocks, block_of = np.unique(kinds[low:high], axis=0, return_inverse=True)
         levels.append(Level(np.arange(low, high), block_of.reshape(-1), blocks[:, 0], blocks[:, 1:]))
     return Templates(counts, template.astype(np.int64), first.astype(np.int64), follow, tuple(levels))
@@ -165,9 +166,7 @@ class Stage(NamedTuple):
     end: int
 
 
-def sweep(
-    table: StageTable, graph: Templates, *, weight_sum: float, weight_max: float, cap: float = math.inf
-) -> Sweep:
+def sweep(table: StageTable, graph: Templates, *, weight_sum: float, weight_max: float, cap: float = math.inf) -> Sweep:
     """Best split of every template by ``weight_sum * sum + weight_max * max``, no stage above `cap`."""
     best_sum, best_max, _ = _run(table, graph, weight_sum, weight_max, cap)
     out_sum, out_max = np.full((2, len(graph.counts)), math.inf)
@@ -184,7 +183,8 @@ def sweep(
 def _run(
     table: StageTable, graph: Templates, weight_sum: float, weight_max: float, cap: float, keep: bool = False
 ) -> tuple[Array, Array, list[tuple[Ints, Ints]]]:
-    """One sweep; sum and max at layer 0 of each state, and per level the (successor, end) chosen in each state if kept."""
+    """One sweep; sum and max at layer 0 of each state, and per level the (successor, end) chosen in each state if
+    kept."""
     load, cut, left = table.load, table.cut, table.left
     num_layers = load.shape[-1] - 1
     num_states, width = graph.successor.shape

@@ -1,8 +1,8 @@
 """What people ran into with other systems: the cases of the project's case list that concern planning, by their id.
 
 Unless a test says otherwise: equal layers of 1 s forward and 2 s backward on a device of speed 1, `size` bytes of model
-state (one byte per parameter, gradients and optimizer included), no activations, no margin, no context, links of 10 GB/s
-inside and 1 GB/s between nodes. "Memory of n" holds n such layers.
+state (one byte per parameter, gradients and optimizer included), no activations, no margin, no context, links of 10
+GB/s inside and 1 GB/s between nodes. "Memory of n" holds n such layers.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ def model(
         for b in micro_batches
     ]
     kinds = (
-        LayerKind(name=r.name, parameters=round(r.size * SIZE), output_bytes=r.output_bytes, **(r.kind or {})) for r in rows
+        LayerKind(name=r.name, parameters=round(r.size * SIZE), output_bytes=r.output_bytes, **(r.kind or {}))
+        for r in rows
     )
     return ModelProfile(
         name="case",
@@ -104,7 +105,8 @@ def devices(
     network: Link = NETWORK,
     links: Sequence[NetworkLink] = (),
 ) -> Cluster:
-    """Nodes as {"gpu": 4}, as a list of device types by index, or whole; memory in units of `SIZE`, and 1 % of one for stage inputs."""
+    """Nodes as {"gpu": 4}, as a list of device types by index, or whole; memory in units of `SIZE`, and 1 % of one for
+    stage inputs."""
     made = []
     for i, node in enumerate(nodes):
         if not isinstance(node, Node):
@@ -115,7 +117,9 @@ def devices(
     room = memory if isinstance(memory, Mapping) else dict.fromkeys(types, memory)
     return Cluster(
         name="case",
-        device_types=tuple(DeviceType(name=name, memory_bytes=round(room[name] * SIZE) + SIZE // 100) for name in types),
+        device_types=tuple(
+            DeviceType(name=name, memory_bytes=round(room[name] * SIZE) + SIZE // 100) for name in types
+        ),
         nodes=tuple(made),
         links=(*links, NetworkLink(between=("*", "*"), link=network)),
     )
@@ -162,7 +166,8 @@ def test_n03_more_stages_than_the_layers_divide_into() -> None:
 
 
 def test_n05_every_stage_gets_a_layer() -> None:
-    """N05: 42 layers on 16 nodes of 4 with tp 4: 1 to 3 layers a stage; if 14 stages do, the other nodes are said idle."""
+    """N05: 42 layers on 16 nodes of 4 with tp 4: 1 to 3 layers a stage; if 14 stages do, the other nodes are said
+    idle."""
     cluster = devices(*[{"gpu": 4}] * 16, memory=0.75)
     found = solved(model(blocks(42), tps={4: 3.0}), cluster, global_batch=32)
     assert sum(only(found)) == 42 and max(only(found)) == 3 and min(only(found)) >= 1
@@ -189,7 +194,8 @@ def test_n08_a_head_that_weighs_three_layers_may_stand_alone() -> None:
 
 
 def test_n10_two_kinds_of_layers_without_a_friendly_divisor() -> None:
-    """N10: 3 dense layers of 3 s and 58 sparse of 1 s on 8 devices: 9 s (F) at most, the dense ones alone; 9 x 8 >= 67 > 8 x 8."""
+    """N10: 3 dense layers of 3 s and 58 sparse of 1 s on 8 devices: 9 s (F) at most, the dense ones alone; 9 x 8 >= 67
+    > 8 x 8."""
     rows = [Row(name="dense", count=3, forward_s=3.0), Row(name="sparse", count=58)]
     found = solved(model(*rows), devices({"gpu": 8}, memory=11), global_batch=64)
     assert sum(only(found)) == 61 and max(s.forward_s for s in found.stages) == pytest.approx(9)
@@ -200,7 +206,8 @@ def test_n10_two_kinds_of_layers_without_a_friendly_divisor() -> None:
 
 
 def test_n13_a_stage_of_the_embedding_alone() -> None:
-    """N13: embedding and head, tied, as large as 3 layers on devices of 3: each end alone, and its memory bar is the longer."""
+    """N13: embedding and head, tied, as large as 3 layers on devices of 3: each end alone, and its memory bar is the
+    longer."""
     head = Row(name="head", size=3, forward_s=0.5, kind={"tied_to": "embedding", "tied_parameters": 3 * SIZE})
     rows = [Row(name="embedding", size=3, forward_s=0.1), blocks(4), head]
     found = solved(model(*rows), devices({"gpu": 4}, memory=3), global_batch=8)
@@ -228,14 +235,16 @@ def test_n15_ends_are_lighter_than_the_middle_when_memory_binds() -> None:
 
 
 def test_n16_the_last_node_is_not_the_fullest() -> None:
-    """N16: 61 layers and a head as large as 6 on 3 nodes of 8, tp 8, that hold 24: the last has at most 18 layers beside it."""
+    """N16: 61 layers and a head as large as 6 on 3 nodes of 8, tp 8, that hold 24: the last has at most 18 layers
+    beside it."""
     rows = [blocks(61), Row(name="head", size=6, forward_s=1.0)]
     found = solved(model(*rows, tps={8: 5.0}), devices(*[{"gpu": 8}] * 3, memory=3), global_batch=32)
     assert len(found.stages) == 3 and only(found)[-1] - 1 <= 18
 
 
 def test_n17_tied_embeddings_cost_a_copy_and_a_sync_only_on_two_stages() -> None:
-    """N17: tied ends of 1 GB on two devices: 1 GB more on the last stage, one all-reduce of 1 GB over two; on one nothing.
+    """N17: tied ends of 1 GB on two devices: 1 GB more on the last stage, one all-reduce of 1 GB over two; on one
+    nothing.
 
     2 (2 - 1) steps of 0.5 GB at 10 GB/s: 0.1 s.
     """
@@ -263,7 +272,8 @@ def test_n18_logits_have_their_own_bar() -> None:
 
 
 def test_n19_memory_can_be_flattened() -> None:
-    """N19: embedding and head of 56 and 32 layers of 5.125 % fill four devices 97/41/41/97 % if cut evenly; below 75 % here.
+    """N19: embedding and head of 56 and 32 layers of 5.125 % fill four devices 97/41/41/97 % if cut evenly; below 75 %
+    here.
 
     276 % in all, 69 % each; at the ends 3 layers fit (71.4 %), in the middle 13 (66.6 %).
     """
@@ -288,7 +298,8 @@ def test_n42_memory_falls_along_equal_stages() -> None:
 def test_n46_the_working_set_of_recomputation_counts() -> None:
     """N46: a layer keeps 4 and 2 are in flight on the first of two devices: 8 with its weights of 1 need 9.
 
-    Recomputed it holds its weights, hardly any inputs and the working set of 4: 5 and a little. Memory of 6 fits, of 5 not.
+    Recomputed it holds its weights, hardly any inputs and the working set of 4: 5 and a little. Memory of 6 fits, of 5
+    not.
     """
     profile = model(blocks(2, kept=4))
     found = solved(profile, devices({"gpu": 2}, memory=6), global_batch=2, recompute=True)
@@ -326,7 +337,8 @@ def test_n55_nothing_fits_names_the_stage_and_the_bytes() -> None:
 
 
 def test_n59_a_frozen_base_needs_little_more_than_its_weights() -> None:
-    """N59: mixed Adam takes 18 bytes a parameter; of a frozen base 2, and it is not synced; backward costs what was measured."""
+    """N59: mixed Adam takes 18 bytes a parameter; of a frozen base 2, and it is not synced; backward costs what was
+    measured."""
     frozen = {"trainable": False}
     rows = [blocks(4, backward=1.0, kind=frozen), Row(name="adapter", size=0.01, backward=1.0)]
     job = replace(PLAIN, bytes_per_parameter=None, global_batch=8)
@@ -352,7 +364,8 @@ def test_n59_frozen_and_tied_ends() -> None:
 
 
 def test_n60_a_vision_tower_is_split_or_alone() -> None:
-    """N60: 24 tower layers of 0.5 s with large activations, 32 of 1 s, on 4 devices: no stage is above the rest by a layer.
+    """N60: 24 tower layers of 0.5 s with large activations, 32 of 1 s, on 4 devices: no stage is above the rest by a
+    layer.
 
     44 s in all: 11 s (F) each; the first stage is tower only.
     """
@@ -396,7 +409,8 @@ def test_n24_a_small_card_gets_about_half_the_layers() -> None:
 
 
 def test_n26_tp_may_differ_from_stage_to_stage() -> None:
-    """N26: nodes of 4, 1, 2, 1 devices that hold 2 layers each, 16 layers, one micro-batch: tp 4, 1, 2, 1 in some order.
+    """N26: nodes of 4, 1, 2, 1 devices that hold 2 layers each, 16 layers, one micro-batch: tp 4, 1, 2, 1 in some
+    order.
 
     One micro-batch makes perfect tp the fastest: 8/4 + 2 + 4/2 + 2 layers one after the other.
     """
@@ -444,7 +458,8 @@ def test_n30_seven_devices() -> None:
 
 @pytest.mark.parametrize(("heads", "kv_heads", "tp"), [(40, None, 3), (52, 4, 3), (40, 8, 6), (64, 8, 6), (32, 8, 5)])
 def test_n31_tp_divides_the_heads_and_pipelines_take_the_rest(heads: int, kv_heads: int | None, tp: int) -> None:
-    """N31: where tp does not divide the heads, a node of that many devices is used without tp, and a warning says why."""
+    """N31: where tp does not divide the heads, a node of that many devices is used without tp, and a warning says
+    why."""
     profile = model(blocks(4 * tp), tps={1: 1.0, tp: 0.9 * tp}, num_heads=heads, num_kv_heads=kv_heads)
     cluster = devices({"gpu": tp}, memory=5)
     found = solved(profile, cluster, global_batch=16)
@@ -462,12 +477,15 @@ def test_n31_a_degree_asked_for_that_does_not_divide_names_the_heads() -> None:
 def test_n31_common_divisors_are_used() -> None:
     """N31: with 40 heads, 8 of them key-value, tp 2, 4 and 8 are all allowed; one micro-batch takes the largest."""
     tps = {1: 1.0, 2: 1.9, 4: 3.6, 8: 6.0}
-    found = solved(model(blocks(8), tps=tps, num_heads=40, num_kv_heads=8), devices({"gpu": 8}, memory=8), global_batch=1)
+    found = solved(
+        model(blocks(8), tps=tps, num_heads=40, num_kv_heads=8), devices({"gpu": 8}, memory=8), global_batch=1
+    )
     assert [stage.tp for stage in found.stages] == [8]
 
 
 def test_n32_pipelines_rank_first_with_many_micro_batches_and_tp_with_few() -> None:
-    """N32: 8 layers on a node of 8, tp 8 is 5 x as fast: 64 micro-batches by stages 64 + 7, by tp 64 x 8 / 5 layers; 2 by tp.
+    """N32: 8 layers on a node of 8, tp 8 is 5 x as fast: 64 micro-batches by stages 64 + 7, by tp 64 x 8 / 5 layers; 2
+    by tp.
 
     One device holds one layer, so that there is no data parallelism to choose.
     """
@@ -521,9 +539,7 @@ def test_n51_the_number_of_stages_follows_the_number_of_micro_batches() -> None:
 
 def test_n53_holes_are_legal_and_a_kind_that_was_never_measured_stays_idle() -> None:
     """N53: no times at micro-batch 2 for a head on one kind of device, none at all for another: planned, and said."""
-    full = model(
-        blocks(4), Row(name="head"), speeds={"old": 1.0, "new": 2.0, "mine": 3.0}, micro_batches=(1, 2)
-    )
+    full = model(blocks(4), Row(name="head"), speeds={"old": 1.0, "new": 2.0, "mine": 3.0}, micro_batches=(1, 2))
     cells = [
         c
         for c in full.cells
@@ -550,7 +566,8 @@ def test_n61_one_micro_batch_on_two_stages_is_warned_of() -> None:
 
 
 def test_n62_nothing_is_extrapolated_beyond_the_measured_micro_batches() -> None:
-    """N62: a batch of 24 with sizes 1, 2, 4, 8 measured: larger ones are refused unless the job allows them, and then said."""
+    """N62: a batch of 24 with sizes 1, 2, 4, 8 measured: larger ones are refused unless the job allows them, and then
+    said."""
     profile = model(blocks(4), micro_batches=(1, 2, 4, 8))
     cells = [replace(c, forward_s=c.forward_s * (0.4 + 0.6 / c.micro_batch)) for c in profile.cells]
     profile, cluster = replace(profile, cells=tuple(cells)), devices({"gpu": 1}, memory=8)
@@ -562,7 +579,8 @@ def test_n62_nothing_is_extrapolated_beyond_the_measured_micro_batches() -> None
 
 
 def test_n64_one_node_may_be_faster_than_three() -> None:
-    """N64: 3 nodes of 4 at 1 GB/s: with 4 samples and 4 GB of gradients a node alone is faster; with 4000 all three are.
+    """N64: 3 nodes of 4 at 1 GB/s: with 4 samples and 4 GB of gradients a node alone is faster; with 4000 all three
+    are.
 
     On one node a replica a device: 3 s per layer and sample, ring at 10 GB/s.
     """
@@ -575,7 +593,8 @@ def test_n64_one_node_may_be_faster_than_three() -> None:
 
 
 def test_n58_every_rest_of_a_cluster_has_a_plan_or_a_reason() -> None:
-    """N58: 8 nodes lose one after the other, 16 layers of which a node holds 4: plans down to 4 nodes, then a clear floor."""
+    """N58: 8 nodes lose one after the other, 16 layers of which a node holds 4: plans down to 4 nodes, then a clear
+    floor."""
     cluster = devices(*[{"gpu": 1}] * 8, memory=4)
     for left in range(8, 3, -1):
         found = solved(model(blocks(16)), cluster, global_batch=16)
@@ -591,7 +610,8 @@ def test_n58_every_rest_of_a_cluster_has_a_plan_or_a_reason() -> None:
 
 
 def test_n55_a_search_ends_at_its_time_limit_with_the_best_so_far() -> None:
-    """N55: 64 devices of 4 kinds, 96 layers, a limit of 1 s: a plan that passes the check, with a gap, in a few seconds."""
+    """N55: 64 devices of 4 kinds, 96 layers, a limit of 1 s: a plan that passes the check, with a gap, in a few
+    seconds."""
     speeds = {"a": 4.0, "b": 3.0, "c": 2.0, "d": 1.0}
     profile = model(Row(name="embedding", forward_s=0.1), blocks(94), Row(name="head", forward_s=2.0), speeds=speeds)
     cluster = devices(*({name: 8} for name in speeds for _ in range(2)), memory=24)
@@ -606,7 +626,14 @@ def test_n55_a_search_ends_at_its_time_limit_with_the_best_so_far() -> None:
 # Oracles: exhaustive search on measured times, forward + backward only ---------------------------------------------
 
 DATA = Path(os.environ.get("HPP_DATA", Path(__file__).resolve().parents[2] / "shared" / "data")) / "sailor"
-NAMES = {"3090": "RTX-3090", "2080": "RTX-2080", "Titan": "Titan-RTX", "A100": "A100-40", "V100": "V100-16", "GH200": "GH-96"}
+NAMES = {
+    "3090": "RTX-3090",
+    "2080": "RTX-2080",
+    "Titan": "Titan-RTX",
+    "A100": "A100-40",
+    "V100": "V100-16",
+    "GH200": "GH-96",
+}
 CHAINS = [
     ("3090/2 Titan/2", "OPT-350", 2, (19, 7), (0.3368, 0.3280)),
     ("Titan/2 3090/2", "OPT-350", 2, (8, 18), (0.3256, 0.3417)),
@@ -620,10 +647,9 @@ CHAINS = [
 
 @pytest.mark.skipif(not DATA.is_dir(), reason=f"no measurements in {DATA} (set HPP_DATA)")
 @pytest.mark.parametrize(("chain", "name", "micro_batch", "cut", "stage_s"), CHAINS, ids=lambda v: str(v)[:24])
-def test_oracle_table(
-    chain: str, name: str, micro_batch: int, cut: Sequence[int], stage_s: Sequence[float]
-) -> None:
-    """The recursion on the imported profile finds the published bottleneck, in this device order; the cut has these times.
+def test_oracle_table(chain: str, name: str, micro_batch: int, cut: Sequence[int], stage_s: Sequence[float]) -> None:
+    """The recursion on the imported profile finds the published bottleneck, in this device order; the cut has these
+    times.
 
     Each stage is a class of its own with a free link to the next one only; memory is no limit.
     """

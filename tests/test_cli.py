@@ -105,7 +105,7 @@ def test_options_override_the_job(here: Path, monkeypatch: pytest.MonkeyPatch) -
     """Every option lands in its field; what is not given stays as in the file."""
     fake = search(monkeypatch, Infeasible("enough"))
     options = "--global-batch 12 --micro-batch 1,2 --tp 1,2 --precision mixed --optimizer sgd --memory-margin 0.2"
-    cli.main([*PLAN, *options.split(), "--sync", "exposed", "--no-recompute", "--time-limit", "1.5"])
+    cli.main([*PLAN, *options.split(), "--sync", "exposed", "--no-recompute", "--time-limit", "1.5", "--effort", "3"])
     assert fake.asked == {
         "job": replace(
             JOB,
@@ -119,10 +119,11 @@ def test_options_override_the_job(here: Path, monkeypatch: pytest.MonkeyPatch) -
             recompute=False,
         ),
         "top": 1,
+        "effort": 3.0,
         "time_limit": 1.5,
     }
     cli.main(["plan", "profile.json", "cluster.yaml"])
-    assert fake.asked == {"job": Job(), "top": 1, "time_limit": None}
+    assert fake.asked == {"job": Job(), "top": 1, "time_limit": None, "effort": 1.0}
 
 
 def test_infeasible_exits_with_3(

@@ -14,7 +14,6 @@ import pytest
 
 from planner.cluster import Cluster, DeviceType, Link, NetworkLink, Node
 from planner.cost import (
-    RECOMPUTE_CHOICES,
     Costs,
     DeviceClass,
     floor_s,

@@ -184,8 +184,8 @@ def cluster(
     zone
         Zone whose fits are taken; by default the one named in the config.
     intra
-        Link inside a node: `measured`, the fits between devices of one node, or `network`, none: devices of a node reach
-        each other as if over the network (a cluster on which no hand-over is faster than that).
+        Link inside a node: `measured`, the fits between devices of one node, or `network`, none: devices of a node
+        reach each other as if over the network (a cluster on which no hand-over is faster than that).
 
     Raises
     ------
