@@ -30,6 +30,7 @@ class Clock:
     templates: int = 0
     started: float = field(default_factory=time.perf_counter)
     ran_out: bool = False
+    told: float = 0.0
 
     @property
     def over(self) -> bool:
@@ -39,9 +40,10 @@ class Clock:
         return self.ran_out
 
     def tell(self, fraction: float, what: str) -> None:
-        """Report progress."""
+        """Report progress; a search that turns to its next part does not go back."""
         if self.progress is not None:
-            self.progress(min(max(fraction, 0.0), 1.0), what)
+            self.told = max(self.told, min(fraction, 1.0))
+            self.progress(self.told, what)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -225,14 +227,20 @@ def ask(profile: ModelProfile, cluster: Cluster, job: Job) -> Question:
             "; ".join([f"tp: no device type can run {asked}; measured degrees are {measured}", *heads_say])
         )
     warnings += heads_say
-    sizes = [b for b in _sizes(profile, job, classes) if b <= job.global_batch]
+    possible = _sizes(profile, job, classes)
+    sizes = [b for b in possible if b <= job.global_batch]
+    if possible and not sizes:
+        raise ValueError(
+            f"global_batch: {job.global_batch} is below every micro-batch size, "
+            f"{', '.join(map(str, possible))} samples; the nearest that is one: {possible[0]}"
+        )
     if not sizes:
         known = _sizes(profile, replace(job, micro_batches=None), classes)
         raise ValueError(
             "micro_batches: no allowed size is measured on any device and at most the global batch of "
             f"{job.global_batch}; measured: {', '.join(map(str, known)) or 'none'}"
         )
-    nearest = data_split.nearest_batches(sizes, job.global_batch)
+    nearest = data_split.nearest_batches(possible, job.global_batch)
     if job.global_batch not in nearest and not data_split.adds_up(sizes, job.global_batch):
         raise ValueError(
             f"global_batch: {job.global_batch} is no sum of micro-batches of {', '.join(map(str, sizes))} samples; "

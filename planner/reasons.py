@@ -31,7 +31,7 @@ def infeasible(question: Question) -> Infeasible:
             layer=layer,
             device_type=device_type,
             short_bytes=missing,
-            remedy=remedy or f"{_gib(missing)} more memory on {device_type}, or a larger tp degree measured for it",
+            remedy=remedy or _more_memory(question) or "a larger tp degree measured",
         )
     short = _least_short(question)
     if short is None:
@@ -46,8 +46,16 @@ def infeasible(question: Question) -> Infeasible:
         stage=stage,
         device_type=device_type,
         short_bytes=short,
-        remedy=remedy or f"{_gib(short)} more memory on each device, or more devices",
+        remedy=remedy or _more_memory(question),
     )
+
+
+def _more_memory(question: Question) -> str | None:
+    """The memory that would do, on each device; the margin takes its share of it. None if no amount does."""
+    short = _least_short(question)
+    if short is None:
+        return None
+    return f"{_gib(short / (1.0 - question.job.memory_margin))} more memory on each device, or more devices"
 
 
 def _gib(nbytes: float) -> str:
@@ -89,7 +97,9 @@ def _changes(question: Question) -> Iterator[tuple[str, Question]]:
     if job.max_classes is not None:
         trials.append(("lift max_classes", replace(job, max_classes=None)))
     if job.precision == "fp32" and job.bytes_per_parameter is None:
-        trials.append(("momentum instead of adam" if job.optimizer == "adam" else "sgd", replace(job, optimizer="sgd")))
+        if job.optimizer == "adam":
+            trials.append(("momentum instead of adam (optimizer: momentum)", replace(job, optimizer="momentum")))
+        trials.append(("sgd (optimizer: sgd)", replace(job, optimizer="sgd")))
     if job.memory_margin > 0:
         trials.append(
             (f"a memory margin below {job.memory_margin:g} (memory_margin: 0)", replace(job, memory_margin=0.0))

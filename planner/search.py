@@ -181,11 +181,12 @@ class _Splits:
 
 
 def _rows(view: Question, depth: int, synced: bool, corner: Collection[tuple[int, int]] = ()) -> list[_Row]:
-    """One row per micro-batch size; and one for each (micro-batch size, number of micro-batches fewer than stages) in
-    `corner`."""
+    """One row per micro-batch size, in flight no more than the batch has of them; and one for each (micro-batch size,
+    number of micro-batches fewer than stages) in `corner`."""
     rows = []
     for costs in view.costs:
-        table = cost.stage_table(costs, range(1, depth + 1), synced)
+        all_of_them = max(1, view.need // costs.micro_batch)
+        table = cost.stage_table(costs, [min(q, all_of_them) for q in range(1, depth + 1)], synced)
         if np.isfinite(table.load).any():
             rows.append(_Row(costs, table))
         for most in range(1, depth):
@@ -342,7 +343,7 @@ def _exact_cases(
             if relaxed is not None:
                 cases.append((relaxed + floor, num_pipelines, _Case(num_pipelines, rows, tails, floor, splits)))
     for value, _, case in sorted(cases, key=lambda entry: entry[:2]):
-        if value >= min(best.limit_s, lowest) or clock.over:
+        if value >= min(best.limit_s, lowest) or (clock.over and best.found):
             break
         lowest = min(lowest, _descend(view, part, case, best, clock))
     return lowest
@@ -380,7 +381,7 @@ def _descend(view: Question, part: Question, case: _Case, best: _Best, clock: Cl
     """All plans of at most so many pipelines, from the slackest deadline on the tail to the tightest that can pay."""
     rows, tails, splits, floor = case.rows, case.tails, case.splits, case.floor
     least = math.inf
-    while not clock.over:
+    while not (clock.over and best.found):
         limit = best.limit_s if best.top > 1 else min(best.limit_s, least)
         solved = _refine(view, splits, case.num_pipelines, limit - floor, clock)
         if solved is None:

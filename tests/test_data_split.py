@@ -246,9 +246,7 @@ def test_relaxed_time_equals_the_linear_program_for_two_resources():
         found = relaxed_time(columns(*rows), np.array(available), need)
         assert found.time_s == pytest.approx(by_breakpoints(rows, available, need), rel=1e-6, abs=1e-6), seed
         assert float(found.prices @ available) == pytest.approx(need), seed
-        least = min(
-            s + c * (float(found.prices @ row[0]) / row[1] - 1) for row in rows for s, c in row[2]
-        )
+        least = min(s + c * (float(found.prices @ row[0]) / row[1] - 1) for row in rows for s, c in row[2])
         assert found.time_s <= least + 1e-6, seed
 
 

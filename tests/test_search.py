@@ -460,7 +460,6 @@ def test_samples_add_up_to_the_batch_or_the_nearest_are_named():
         plan(profile, cluster, Job(global_batch=9))
 
 
-@known("`ask` drops sizes above the batch before it looks for the nearest batches; below the least it names none")
 @pytest.mark.parametrize(("batch", "nearest"), [(5, ("4", "6")), (3, ("4",))])
 def test_nearest_batches_count_sizes_above_the_batch(batch, nearest):
     """Of sizes 4 and 6: 5 lies between 4 and 6, and 3 below 4; sizes larger than the batch count."""
@@ -551,7 +550,6 @@ def test_time_limit_returns_the_best_so_far():
         assert found.lower_bound_s <= whole.predicted.iteration_s <= found.predicted.iteration_s * (1 + EXACT)
 
 
-@known("the exhaustive search looks at the clock before it has a plan, and then calls the question infeasible")
 def test_time_limit_of_a_small_question_returns_a_plan():
     """With no time at all a question that has a plan gets one: running out of time is not being infeasible."""
     question = several_questions()[0]
@@ -575,7 +573,6 @@ def test_progress_is_told_in_fractions_and_words():
     assert len(calls) >= 10
 
 
-@known("every view, part and the bound start again at 0")
 def test_progress_rises():
     """A bar never goes back, whatever the search turns to next."""
     for question in (*several_questions(), large_question()):
@@ -673,9 +670,7 @@ def tight(memory, count=8, tps=(1,), sizes=(1,), parameters=10**8, activation_by
         # Two devices of a type hold four layers each: 7.2 GB.
         pytest.param(tight(3.7 * GB, max_classes=1), "max_classes", id="classes"),
         pytest.param(tight(2.5 * GB, precision="fp32"), "momentum", id="momentum"),
-        pytest.param(
-            tight(1.7 * GB, precision="fp32"), "sgd", id="sgd", marks=known("sgd is tried, and called momentum")
-        ),
+        pytest.param(tight(1.7 * GB, precision="fp32"), "sgd", id="sgd"),
         pytest.param(tight(1.7 * GB, precision="fp32", optimizer="momentum"), "sgd", id="momentum to sgd"),
         pytest.param(tight(3.7 * GB, memory_margin=0.1), "margin", id="margin"),
     ],
@@ -687,9 +682,6 @@ def test_a_change_of_the_job_that_is_named_fits(case, words):
     changed = remedied(case, reason)
     assert changed is not None
     changed.plan().check(changed.profile, changed.cluster, changed.job)
-
-
-NO_MARGIN = known("bytes short are usable bytes: a device needs 1 / (1 - margin) times as many more")
 
 
 def more_memory(case: Case, reason: Infeasible) -> Case:
@@ -704,7 +696,7 @@ def more_memory(case: Case, reason: Infeasible) -> Case:
     return replace(case, cluster=replace(case.cluster, device_types=types))
 
 
-@pytest.mark.parametrize("margin", [0.0, pytest.param(0.2, marks=NO_MARGIN)])
+@pytest.mark.parametrize("margin", [0.0, 0.2])
 def test_missing_memory_is_named_for_a_stage(margin):
     """Two layers of 1.8 GB on each of four devices of 2.6 GB: 1 GB short, 1.52 GB if a fifth is kept free."""
     case = tight(2.6 * GB, memory_margin=margin)
@@ -714,7 +706,7 @@ def test_missing_memory_is_named_for_a_stage(margin):
     assert more_memory(case, reason).value < math.inf
 
 
-@pytest.mark.parametrize("margin", [0.0, pytest.param(0.2, marks=NO_MARGIN)])
+@pytest.mark.parametrize("margin", [0.0, 0.2])
 def test_missing_memory_is_named_for_a_layer(margin):
     """A layer of 1.8 GB, devices of 1 GB: 0.8 GB short, 1 GB if a fifth is kept free; both layers fit with that."""
     case = tight(GB, count=2, memory_margin=margin)
@@ -724,7 +716,6 @@ def test_missing_memory_is_named_for_a_layer(margin):
     assert more_memory(case, reason).value < math.inf
 
 
-@known("the remedy for a layer is not tried on the whole model")
 def test_memory_for_one_layer_is_no_remedy_for_the_model():
     """Eight layers of 1.8 GB, devices of 1 GB: 0.8 GB more on a type still leaves six layers without a place."""
     case = tight(GB)
@@ -794,7 +785,7 @@ def test_an_added_device_costs_little_where_the_exhaustive_search_ends():
 
 @pytest.mark.parametrize(
     "num_devices",
-    [6, pytest.param(13, marks=known("beyond the exhaustive search a stage is taken to hold S - s micro-batches"))],
+    [6, 13],
 )
 def test_fewer_micro_batches_than_stages_fit_where_more_do_not(num_devices):
     """One sample through layers that keep 4 GB on devices of 5: each stage holds one micro-batch; 0.3 s a layer."""
