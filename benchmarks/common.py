@@ -148,7 +148,8 @@ def _processor_name() -> str:
 
 def finish(name: str, options: argparse.Namespace, where: Environment, text: str, **results: Any) -> None:
     """Print the tables, write results.json whole, and, if asked to, put the tables into the README."""
-    text = f"{text.rstrip()}\n\n{where}\n"
+    runs = "1 run each" if options.runs == 1 else f"the median of {options.runs} runs"
+    text = f"{text.rstrip()}\n\nTimes are of {runs}. {where}\n"
     print(text)
     options.out.mkdir(parents=True, exist_ok=True)
     files.write(options.out / "results.json", files.dumps({"benchmark": name, "environment": asdict(where), **results}))

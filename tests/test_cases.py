@@ -508,6 +508,20 @@ def test_n35_tp_never_crosses_and_pipelines_seldom() -> None:
             assert all(len({name.split(":")[0] for name in stage.devices}) == 1 for stage in pipeline.stages)
 
 
+@pytest.mark.xfail(strict=True, raises=ValueError, reason="devices without a link share layers, in a ring of no link")
+def test_n37_replicas_sync_over_links_that_exist() -> None:
+    """N37: two nodes of `fast` that reach `slow` but not each other: no two devices without a link share a layer."""
+    speeds = {"fast": 1.0, "slow": 0.4}
+    base = devices({"fast": 2}, {"fast": 2}, {"slow": 2}, memory=8)
+    cluster = replace(base, links=(NetworkLink(between=("fast", "slow"), link=NETWORK),))
+    job = replace(PLAIN, bytes_per_parameter=BytesPerParameter(weights=1, gradients=1, optimizer=0))
+    found = solved(model(blocks(6), speeds=speeds), cluster, job, global_batch=16)
+    for block in found.blocks:
+        owners = [p.stages[s].devices[0] for p, s in zip(found.pipelines, block.owners, strict=True)]
+        for a, b in itertools.combinations(owners, 2):
+            cluster.link(cluster.device(a), cluster.device(b))  # raises where there is none
+
+
 def test_n36_tp_pairs_are_the_nvlink_pairs() -> None:
     """N36: NVLink on (0, 2) and (1, 3) of four devices that hold 4 of 8 layers: each tp 2 group is such a pair."""
     pairs = ((0, 2), (1, 3))

@@ -281,7 +281,7 @@ def share_by_listing(groups, need):
 
 
 def groups_of(max_groups=3):
-    """Unequal groups: 1 or 2 equal pipelines of sizes 1, 2 and 4."""
+    """Unequal groups: 1 to 3 equal pipelines of sizes 1, 2 and 4."""
 
     def group(count, size, largest, stages, second, most):
         points = [(largest * stages, float(largest))]
@@ -291,7 +291,7 @@ def groups_of(max_groups=3):
 
     one = st.builds(
         group,
-        st.integers(1, 2),
+        st.integers(1, 3),
         st.sampled_from((1, 2, 4)),
         st.integers(1, 9),
         st.sampled_from((1.0, 1.6, 2.3)),
@@ -330,6 +330,14 @@ def test_share_by_hand():
     # Two equal pipelines share 5 micro-batches 3 + 2; sizes 2 and 4 never make 13.
     assert share([Group(count=2, size=1, points=((1.0, 1.0),), most=99)], 5) == (pytest.approx(3.0), (5,))
     assert share([b, c], 13) is None
+
+
+def test_share_of_pipelines_that_do_not_divide_evenly():
+    """Three pipelines of 9 s a micro-batch, three of 11.5 s and 5 s for each further one; 11 samples: 5 and 6, 18 s."""
+    # Within 18 s: two each on the first (18 s), two each on the second (16.5 s), 12 in all; within 16.5 only 3 + 6.
+    slow = Group(count=3, size=1, points=((9.0, 9.0),), most=5)
+    long = Group(count=3, size=1, points=((11.5, 5.0), (14.375, 3.75)), most=99)
+    assert share([slow, long], 11)[0] == pytest.approx(18.0)
 
 
 @settings(derandomize=True, deadline=None, max_examples=300, database=None)

@@ -111,7 +111,8 @@ def job(case: Case) -> Job:
     )
 
 
-# Work on the lower bound while the clock runs; the bound of the table gets ten times the default, apart.
+# Work on the lower bound while the clock runs, less than the default of 1, whose time is given beside it; the tight
+# bound of the table gets ten times the default, apart.
 EFFORT, TIGHT_EFFORT = 0.33, 10.0
 
 
