@@ -396,6 +396,7 @@ def left_levels(cut: Array) -> tuple[Array, NDArray[np.int64]]:
     return np.stack([np.stack([*rows, *[rows[-1]] * (width - len(rows))]) for rows in distinct]), level_of
 
 
+@lru_cache(maxsize=64)
 def stage_bytes(costs: Costs) -> tuple[Array, Array]:
     """((K, L+1, L+1) bytes held once, the same per micro-batch in flight) of every range, nothing recomputed. Exact."""
     base = ranges(costs.state) + range_max(costs.workspace)

@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from planner import assemble, bound, cost, data_split, reasons, solver, stage_split
 from planner.assemble import Candidate, Chain
@@ -41,6 +42,7 @@ ALL_CLASSES = 150  # templates up to which pipelines may mix more than two class
 TOLERANCE = 2e-4
 DEADLINE_STEP = 0.9
 DEPTHS = (4, 8, 16, 32, 64, 128)
+DEEP, LONGEST = 16, 32  # stages of pipelines of several of the classes that came near, and of one class
 KEEP = 1.08  # micro-batch sizes and classes whose columns are this near the best stay in the race
 ROUGH = 0.02  # left cuts that differ by less than this share of a stage are taken as one
 PART = 1.1  # a part of the cluster is searched if its devices could be so much faster than the best plan
@@ -555,26 +557,46 @@ def _ranges(view: Question, min_tp: int, cells: list[_Cell], clock: Clock) -> It
 def _cells(
     view: Question, min_tp: int, max_pipelines: int | None, least: float, best: _Best, clock: Clock
 ) -> list[_Cell]:
-    """One cell without a deadline, then one below the tail that each leaves, while that can pay."""
+    """A cell without a deadline over all classes; another with deeper pipelines of the classes that came near; then one
+    below the tail that each leaves, while that can pay."""
     cells: list[_Cell] = []
     graph, rows, splits, relaxed = _deep_enough(view, min_tp, max_pipelines, best, clock)
     if relaxed is None:
         return cells
     num_pipelines = max(2 if max_pipelines != 1 else 1, round(relaxed.num_pipelines))
-    tails = [view.sync(row.costs, num_pipelines, min_tp).tail for row in rows]
-    floor, deadline = _least_tail(rows, tails), math.inf
-    while relaxed is not None:
+    weights = [(1.0, _micro_batches(view, num_pipelines))]
+
+    def add(deadline: float) -> _Cell:
+        assert relaxed is not None
         if max_pipelines is None:
             best.hints.setdefault(min_tp, []).append(bound.Hint(deadline, splits.columns))
-        tail = _tail_left(splits, relaxed, tails)
-        cells.append(_Cell(relaxed, tail, splits, min_tp, max_pipelines))
-        least = min(least, cells[-1].total_s)
-        if relaxed.time_s + floor >= least or tail * DEADLINE_STEP < floor or num_pipelines == 1 or clock.over:
-            break
-        rows, tails, graph = _worth_keeping(rows, tails, splits, relaxed)
-        deadline = min(tail * DEADLINE_STEP, least - relaxed.time_s)
-        splits = _split(view, rows, graph, tails, deadline, [(1.0, _micro_batches(view, num_pipelines))])
+        cells.append(_Cell(relaxed, _tail_left(splits, relaxed, tails), splits, min_tp, max_pipelines))
+        return cells[-1]
+
+    tails = [view.sync(row.costs, num_pipelines, min_tp).tail for row in rows]
+    cell = add(math.inf)
+    least = min(least, cell.total_s)
+    sizes, classes = _worth_keeping(rows, splits, relaxed)
+    deeper = _fitting(view, min_tp, DEEP, best, classes)
+    if len(deeper.counts) > 1 and not clock.over:
+        graph = deeper
+        rows = [row for row in _rows(view, len(graph.levels), max_pipelines != 1) if row.costs.micro_batch in sizes]
+        tails = [view.sync(row.costs, num_pipelines, min_tp).tail for row in rows]
+        deadline = math.inf
+    floor = _least_tail(rows, tails)
+    while not clock.over:
+        splits = _split(view, rows, graph, tails, deadline, weights)
         relaxed = _relax(view, splits.columns, max_pipelines, clock)
+        if relaxed is None:
+            break
+        cell = add(deadline)
+        least = min(least, cell.total_s)
+        if relaxed.time_s + floor >= least or cell.tail_s * DEADLINE_STEP < floor or num_pipelines == 1:
+            break
+        sizes, _ = _worth_keeping(rows, splits, relaxed)
+        kept = [n for n, row in enumerate(rows) if row.costs.micro_batch in sizes]
+        rows, tails = [rows[n] for n in kept], [tails[n] for n in kept]
+        deadline = min(cell.tail_s * DEADLINE_STEP, least - relaxed.time_s)
     return cells
 
 
@@ -593,28 +615,24 @@ def _tail_left(splits: _Splits, relaxed: data_split.Relaxation, tails: list[Arra
 
 
 def _worth_keeping(
-    rows: list[_Row], tails: list[Array], splits: _Splits, relaxed: data_split.Relaxation
-) -> tuple[list[_Row], list[Array], Templates]:
+    rows: list[_Row], splits: _Splits, relaxed: data_split.Relaxation
+) -> tuple[set[int], NDArray[np.bool_]]:
     """Micro-batch sizes and classes of the columns that would be worth their price within KEEP of the time."""
     near = relaxed.column_time_s <= relaxed.time_s * KEEP
     label = splits.columns.label[near]
-    kept = np.unique(label[:, 0])
     used = np.asarray((splits.graph.counts[label[:, 1]] > 0).any(axis=0))
-    graph = splits.graph
-    if not used.all():
-        graph = stage_split.restricted(graph, used)
-    return [rows[i] for i in kept], [tails[i] for i in kept], graph
+    return {rows[i].costs.micro_batch for i in np.unique(label[:, 0])}, used
 
 
 def _deep_enough(
     view: Question, min_tp: int, max_pipelines: int | None, best: _Best, clock: Clock
 ) -> tuple[Templates, list[_Row], _Splits, data_split.Relaxation | None]:
-    """Templates of growing depth, until the fractional solution has no use for the deepest."""
+    """Mixed templates of growing depth, and all of one class, until the fractional solution has no use for the deepest."""
     previous: tuple[Templates, list[_Row], _Splits, data_split.Relaxation | None] | None = None
     for depth in DEPTHS:
         depth = min(depth, view.num_layers)
-        graph, restriction = _fitting(view, min_tp, depth)
-        rows = _rows(view, depth, synced=max_pipelines != 1)
+        graph = _fitting(view, min_tp, depth, best)
+        rows = _rows(view, max(1, len(graph.levels)), synced=max_pipelines != 1)
         weight = _micro_batches(view, max_pipelines or max(2, int(view.limits.max()) // depth))
         splits = (
             _split(view, rows, graph, [np.zeros(0)] * len(rows), math.inf, [(1.0, weight)])
@@ -623,17 +641,18 @@ def _deep_enough(
         )
         relaxed = _relax(view, splits.columns, max_pipelines, clock)
         clock.templates = max(clock.templates, len(graph.counts))
-        best.restrictions |= restriction
         found = graph, rows, splits, relaxed
         before = previous[3] if previous is not None else None
         if previous and before and relaxed and relaxed.time_s > before.time_s * (1 - 1e-3):
             return previous
         previous = found
-        deepest = int(graph.num_stages.max(initial=0))
-        if depth == view.num_layers or deepest < depth:
+        mixed = graph.num_stages[(graph.counts > 0).sum(axis=1) > 1]
+        if depth == view.num_layers or mixed.max(initial=0) < depth:
             break
-        if relaxed is not None and graph.num_stages[splits.columns.label[relaxed.used, 1]].max() < depth:
-            break
+        if relaxed is not None:
+            used = graph.counts[splits.columns.label[relaxed.used, 1]]
+            if used[(used > 0).sum(axis=1) > 1].sum(axis=1).max(initial=0) < depth:
+                break
     assert previous is not None
     return previous
 
@@ -651,18 +670,30 @@ def _nothing(view: Question, graph: Templates) -> _Splits:
     return _Splits(empty, [], graph)
 
 
-def _fitting(view: Question, min_tp: int, depth: int) -> tuple[Templates, set[str]]:
-    """All templates of a depth if they are few; else those of at most two classes, and of the depth that keeps them
-    few."""
-    for max_classes in (len(view.classes), 2, 1):
-        try:
-            graph = _graph(view, min_tp, depth, max_classes, ALL_CLASSES if max_classes > 2 else MOST_TEMPLATES)
-        except TooManyTemplates:
-            continue
-        return graph, {f"at most {max_classes} classes of device and tp per pipeline"} if max_classes < len(
-            view.classes
-        ) else set()
-    return _fitting(view, min_tp, depth - 1)
+def _fitting(
+    view: Question, min_tp: int, depth: int, best: _Best, classes: NDArray[np.bool_] | None = None
+) -> Templates:
+    """All templates of a depth if they are few, else those of at most two classes, of the depth that keeps them few; and
+    templates of one class as deep as they may be."""
+    part = view if classes is None else replace(view, limits=np.where(classes, view.limits, 0))
+    longest = min(view.num_layers, view.job.max_depth or view.num_layers, LONGEST)
+    alone = _graph(part, min_tp, longest, 1, MOST_TEMPLATES)
+    for deep in range(depth, 0, -1):
+        for max_classes in dict.fromkeys((len(view.classes), 2)):
+            try:
+                at_most = ALL_CLASSES if max_classes > 2 else MOST_TEMPLATES
+                mixed = _graph(part, min_tp, deep, max_classes, at_most)
+            except TooManyTemplates:
+                continue
+            if max_classes < len(view.classes):
+                best.restrictions.add(f"at most {max_classes} classes of device and tp per pipeline")
+            units = int(view.limits.sum())
+            if classes is not None and len(mixed.levels) < min(view.num_layers, units):
+                best.restrictions.add(f"at most {max(deep, DEEP)} stages in a pipeline of several classes")
+            if longest < min(view.num_layers, int(view.limits.max())):
+                best.restrictions.add(f"at most {longest} stages per pipeline")
+            return stage_split.union(mixed, alone)
+    return alone
 
 
 def _micro_batches(view: Question, num_pipelines: int) -> float:

@@ -114,9 +114,10 @@ def templates(
     return _with_states(counts)
 
 
-def restricted(graph: Templates, classes: NDArray[np.bool_]) -> Templates:
-    """The templates that use none but these classes."""
-    return _with_states(graph.counts[(graph.counts[:, ~classes] == 0).all(axis=1)])
+def union(first: Templates, second: Templates) -> Templates:
+    """The templates of both."""
+    counts = np.unique(np.concatenate([first.counts, second.counts]), axis=0)
+    return _with_states(counts[np.lexsort((*counts.T, counts.sum(axis=1)))])
 
 
 def below(graph: Templates, kept: NDArray[np.bool_]) -> Templates:
