@@ -29,6 +29,7 @@ class Clock:
     calls: data_split.Calls = field(default_factory=data_split.Calls)
     templates: int = 0
     started: float = field(default_factory=time.perf_counter)
+    effort: float = 1.0
     ran_out: bool = False
     told: float = 0.0
 

@@ -40,8 +40,10 @@ EXACT_TOLERANCE = 1e-6
 MOST_TEMPLATES = 3000
 ALL_CLASSES = 150  # templates up to which pipelines may mix more than two classes
 TOLERANCE = 2e-4
-DEADLINE_STEP = 0.9
+DEADLINE_STEP = 0.85
 DEPTHS = (4, 8, 16, 32, 64, 128)
+THOROUGH = 0.5  # effort from which deeper pipelines of several classes are searched
+DEEP_TEMPLATES = 300
 DEEP, LONGEST = 16, 32  # stages of pipelines of several of the classes that came near, and of one class
 KEEP = 1.08  # micro-batch sizes and classes whose columns are this near the best stay in the race
 ROUGH = 0.02  # left cuts that differ by less than this share of a stage are taken as one
@@ -73,7 +75,7 @@ def plan(
     progress
         Called with (fraction done, what is being done).
     effort
-        Work spent on the lower bound; a multiple narrows the gap, 0 leaves the bound at the work there is to do.
+        Work, as a multiple of the default: more narrows the gap; below 0.5 deeper pipelines are left out of large searches.
 
     Raises
     ------
@@ -96,7 +98,7 @@ def plans(
     effort: float = 1.0,
 ) -> list[Plan]:
     """The best `top` different plans found, fastest first; parameters as in `plan`."""
-    clock = Clock(time_limit=time_limit, progress=progress)
+    clock = Clock(time_limit=time_limit, progress=progress, effort=effort)
     question = ask(profile, cluster, job or Job())
     best = _Best(top)
     lower = _search_all(question, best, clock)
@@ -577,12 +579,18 @@ def _cells(
     cell = add(math.inf)
     least = min(least, cell.total_s)
     sizes, classes = _worth_keeping(rows, splits, relaxed)
-    deeper = _fitting(view, min_tp, DEEP, best, classes)
-    if len(deeper.counts) > 1 and not clock.over:
-        graph = deeper
+    if clock.effort >= THOROUGH and not clock.over:
+        graph = _fitting(view, min_tp, DEEP, best, clock, classes)
         rows = [row for row in _rows(view, len(graph.levels), max_pipelines != 1) if row.costs.micro_batch in sizes]
         tails = [view.sync(row.costs, num_pipelines, min_tp).tail for row in rows]
         deadline = math.inf
+    else:
+        best.restrictions.add(f"effort below {THOROUGH:g}: pipelines of several classes only as deep as they pay at first sight")
+        if relaxed.time_s + _least_tail(rows, tails) >= least or num_pipelines == 1:
+            return cells
+        rows = [row for row in rows if row.costs.micro_batch in sizes]
+        tails = [view.sync(row.costs, num_pipelines, min_tp).tail for row in rows]
+        deadline = min(cell.tail_s * DEADLINE_STEP, least - relaxed.time_s)
     floor = _least_tail(rows, tails)
     while not clock.over:
         splits = _split(view, rows, graph, tails, deadline, weights)
@@ -631,7 +639,7 @@ def _deep_enough(
     previous: tuple[Templates, list[_Row], _Splits, data_split.Relaxation | None] | None = None
     for depth in DEPTHS:
         depth = min(depth, view.num_layers)
-        graph = _fitting(view, min_tp, depth, best)
+        graph = _fitting(view, min_tp, depth, best, clock)
         rows = _rows(view, max(1, len(graph.levels)), synced=max_pipelines != 1)
         weight = _micro_batches(view, max_pipelines or max(2, int(view.limits.max()) // depth))
         splits = (
@@ -646,12 +654,14 @@ def _deep_enough(
         if previous and before and relaxed and relaxed.time_s > before.time_s * (1 - 1e-3):
             return previous
         previous = found
-        mixed = graph.num_stages[(graph.counts > 0).sum(axis=1) > 1]
+        mixed = graph.num_stages[(graph.counts > 0).sum(axis=1) > 1] if clock.effort >= THOROUGH else graph.num_stages
         if depth == view.num_layers or mixed.max(initial=0) < depth:
             break
         if relaxed is not None:
             used = graph.counts[splits.columns.label[relaxed.used, 1]]
-            if used[(used > 0).sum(axis=1) > 1].sum(axis=1).max(initial=0) < depth:
+            if clock.effort >= THOROUGH:
+                used = used[(used > 0).sum(axis=1) > 1]
+            if used.sum(axis=1).max(initial=0) < depth:
                 break
     assert previous is not None
     return previous
@@ -671,17 +681,18 @@ def _nothing(view: Question, graph: Templates) -> _Splits:
 
 
 def _fitting(
-    view: Question, min_tp: int, depth: int, best: _Best, classes: NDArray[np.bool_] | None = None
+    view: Question, min_tp: int, depth: int, best: _Best, clock: Clock, classes: NDArray[np.bool_] | None = None
 ) -> Templates:
     """All templates of a depth if they are few, else those of at most two classes, of the depth that keeps them few; and
     templates of one class as deep as they may be."""
     part = view if classes is None else replace(view, limits=np.where(classes, view.limits, 0))
-    longest = min(view.num_layers, view.job.max_depth or view.num_layers, LONGEST)
+    longest = LONGEST if clock.effort >= THOROUGH else depth
+    longest = min(view.num_layers, view.job.max_depth or view.num_layers, longest)
     alone = _graph(part, min_tp, longest, 1, MOST_TEMPLATES)
     for deep in range(depth, 0, -1):
         for max_classes in dict.fromkeys((len(view.classes), 2)):
             try:
-                at_most = ALL_CLASSES if max_classes > 2 else MOST_TEMPLATES
+                at_most = ALL_CLASSES if max_classes > 2 else MOST_TEMPLATES if classes is None else DEEP_TEMPLATES
                 mixed = _graph(part, min_tp, deep, max_classes, at_most)
             except TooManyTemplates:
                 continue
@@ -690,7 +701,7 @@ def _fitting(
             units = int(view.limits.sum())
             if classes is not None and len(mixed.levels) < min(view.num_layers, units):
                 best.restrictions.add(f"at most {max(deep, DEEP)} stages in a pipeline of several classes")
-            if longest < min(view.num_layers, int(view.limits.max())):
+            if longest > depth and longest < min(view.num_layers, int(view.limits.max())):
                 best.restrictions.add(f"at most {longest} stages per pipeline")
             return stage_split.union(mixed, alone)
     return alone
