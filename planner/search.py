@@ -45,6 +45,7 @@ DEPTHS = (4, 8, 16, 32, 64, 128)
 THOROUGH = 0.5  # effort from which deeper pipelines of several classes are searched
 DEEP_TEMPLATES = 300
 DEEP, LONGEST = 16, 32  # stages of pipelines of several of the classes that came near, and of one class
+PESSIMISM = 1.06  # a candidate under slow links is placed if it is so near to the best plan
 KEEP = 1.08  # micro-batch sizes and classes whose columns are this near the best stay in the race
 ROUGH = 0.02  # left cuts that differ by less than this share of a stage are taken as one
 PART = 1.1  # a part of the cluster is searched if its devices could be so much faster than the best plan
@@ -147,6 +148,9 @@ def _search_all(question: Question, best: _Best, clock: Clock) -> float | None:
                     proved = value
             elif part is question or floor * PART < best.limit_s:
                 _broad(view, part, best, clock)
+                if len(view.classes) > 1 and view.job.max_classes != 1 and clock.effort >= THOROUGH:
+                    # Pipelines of one class each are few and a strong rival of what the restricted mixed search finds.
+                    _broad(replace(view, job=replace(view.job, max_classes=1)), part, best, clock)
     return proved
 
 
@@ -524,7 +528,9 @@ def _broad(view: Question, part: Question, best: _Best, clock: Clock) -> None:
             cells += _cells(view, min_tp, max_pipelines, least, best, clock)
     cells.sort(key=lambda cell: (cell.total_s, cell.min_tp))
     for n, cell in enumerate(cells):
-        if best.found and (clock.over or cell.total_s >= best.limit_s):
+        # Placement finds faster links than a pessimistic view counts on.
+        limit = best.limit_s * (1.0 if view.uniform or view.optimistic else PESSIMISM)
+        if best.found and (clock.over or cell.total_s >= limit):
             break
         clock.tell(n / len(cells), "pipelines and micro-batches")
         choice = data_split.least_time(
@@ -532,7 +538,7 @@ def _broad(view: Question, part: Question, best: _Best, clock: Clock) -> None:
             view.available,
             view.need,
             start=cell.relaxed.time_s,
-            upper=best.limit_s - cell.tail_s * (1 - 1e-6),
+            upper=limit - cell.tail_s * (1 - 1e-6),
             max_pipelines=cell.max_pipelines,
             tolerance=TOLERANCE,
             backend="auto",
@@ -703,8 +709,21 @@ def _fitting(
                 best.restrictions.add(f"at most {max(deep, DEEP)} stages in a pipeline of several classes")
             if longest > depth and longest < min(view.num_layers, int(view.limits.max())):
                 best.restrictions.add(f"at most {longest} stages per pipeline")
-            return stage_split.union(mixed, alone)
+            return stage_split.union(mixed, alone, _replicas(part, min_tp, longest))
     return alone
+
+
+def _replicas(view: Question, min_tp: int, longest: int) -> Ints:
+    """Equal shares of all device types, at one tp degree, and what they are built from: what mixing two classes leaves out."""
+    kept = [np.zeros((1, len(view.classes)), dtype=np.int64)]
+    for tp in view.degrees:
+        units = np.where((view.tp == tp) & (tp >= min_tp), view.limits, 0)
+        if (units > 0).sum() < 3 or (view.job.max_classes or 3) < 3:
+            continue
+        shares = {tuple(units // count) for count in range(1, int(units[units > 0].min()) + 1)}
+        fitting = [a for a in shares if sum(a) <= longest and math.prod(n + 1 for n in a) <= ALL_CLASSES]
+        kept += [np.array(list(np.ndindex(*(n + 1 for n in a))), dtype=np.int64) for a in fitting]
+    return np.concatenate(kept)
 
 
 def _micro_batches(view: Question, num_pipelines: int) -> float:

@@ -114,9 +114,9 @@ def templates(
     return _with_states(counts)
 
 
-def union(first: Templates, second: Templates) -> Templates:
-    """The templates of both."""
-    counts = np.unique(np.concatenate([first.counts, second.counts]), axis=0)
+def union(first: Templates, second: Templates, more: Ints) -> Templates:
+    """The templates of both, and `more` counts of units, each with all that it is built from."""
+    counts = np.unique(np.concatenate([first.counts, second.counts, more]), axis=0)
     return _with_states(counts[np.lexsort((*counts.T, counts.sum(axis=1)))])
 
 
