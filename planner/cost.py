@@ -209,15 +209,19 @@ def tied_share(profile: ModelProfile, tp: int) -> int:
 def _tied(
     profile: ModelProfile, classes: Sequence[DeviceClass], per_parameter: BytesPerParameter
 ) -> tuple[int, int, Array, float] | None:
-    first = {name: l for l, name in reversed(list(enumerate(profile.layers)))}
-    for l in range(profile.num_layers):
-        kind = profile.kind_of(l)
-        if kind.tied_to is not None and kind.tied_parameters > 0:
-            a, b = sorted((first[kind.tied_to], l))
-            share = np.array([-(-kind.tied_parameters // unit.tp) for unit in classes], dtype=float)
-            held = per_parameter.total if kind.trainable else per_parameter.weights
-            return a, b, share * held, float(kind.tied_parameters * per_parameter.gradients * kind.trainable)
-    return None
+    tied = [l for l in range(profile.num_layers) if profile.kind_of(l).tied_parameters > 0]
+    if not tied:
+        return None
+    if len(tied) > 1:
+        raise ValueError(
+            f"tied_to: layers {', '.join(map(str, tied))} of {profile.name!r} are all tied to another; one pair is supported"
+        )
+    kind = profile.kind_of(tied[0])
+    assert kind.tied_to is not None
+    a, b = sorted((profile.layers.index(kind.tied_to), tied[0]))
+    share = np.array([-(-kind.tied_parameters // unit.tp) for unit in classes], dtype=float)
+    held = per_parameter.total if kind.trainable else per_parameter.weights
+    return a, b, share * held, float(kind.tied_parameters * per_parameter.gradients * kind.trainable)
 
 
 def _tp_communication_s(profile: ModelProfile, cluster: Cluster, unit: DeviceClass, micro_batch: int) -> Array:

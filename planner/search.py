@@ -13,6 +13,7 @@ templates, which the plan says; its bound holds for all plans all the same.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
@@ -45,6 +46,7 @@ DEPTHS = (4, 8, 16, 32, 64, 128)
 THOROUGH = 0.5  # effort from which deeper pipelines of several classes are searched
 DEEP_TEMPLATES = 300
 DEEP, LONGEST = 16, 32  # stages of pipelines of several of the classes that came near, and of one class
+REPLICAS, IDENTICAL = 16, 2  # mixes of one class per type tried; equal pipelines placed for each number of them
 PESSIMISM = 1.06  # a candidate under slow links is placed if it is so near to the best plan
 KEEP = 1.08  # micro-batch sizes and classes whose columns are this near the best stay in the race
 ROUGH = 0.02  # left cuts that differ by less than this share of a stage are taken as one
@@ -76,7 +78,8 @@ def plan(
     progress
         Called with (fraction done, what is being done).
     effort
-        Work, as a multiple of the default: more narrows the gap; below 0.5 deeper pipelines are left out of large searches.
+        Work, as a multiple of the default: more narrows the gap; below 0.5 deeper pipelines are left out of large
+        searches.
 
     Raises
     ------
@@ -509,6 +512,7 @@ class _Cell:
     splits: _Splits
     min_tp: int
     max_pipelines: int | None = None
+    masked: bool = False
 
     @property
     def total_s(self) -> float:
@@ -527,6 +531,8 @@ def _broad(view: Question, part: Question, best: _Best, clock: Clock) -> None:
             least = min((cell.total_s for cell in cells), default=math.inf)
             cells += _cells(view, min_tp, max_pipelines, least, best, clock)
     cells.sort(key=lambda cell: (cell.total_s, cell.min_tp))
+    if view.optimistic and clock.effort >= THOROUGH:
+        _identical(view, part, [cell for cell in cells if not cell.masked], best, clock)
     for n, cell in enumerate(cells):
         # Placement finds faster links than a pessimistic view counts on.
         limit = best.limit_s * (1.0 if view.uniform or view.optimistic else PESSIMISM)
@@ -547,6 +553,26 @@ def _broad(view: Question, part: Question, best: _Best, clock: Clock) -> None:
         candidate = None if choice is None else _candidate(view, cell.splits, choice.counts)
         if candidate is not None:
             best.offer(part, candidate)
+
+
+def _identical(view: Question, part: Question, cells: list[_Cell], best: _Best, clock: Clock) -> None:
+    """Equal pipelines, few enough that their rings can stay inside nodes: what the integer programs, which know no
+    placement, have no reason to prefer."""
+    for cell in cells:
+        columns = cell.splits.columns
+        for count in range(2, view.node_size // cell.min_tp + 1):
+            if clock.over:
+                return
+            fits = (columns.use * count <= view.available).all(axis=1) & (view.need % (columns.size * count) == 0)
+            time_s = columns.sum_s[:, 0] + (view.need / (columns.size * count) - 1) * columns.max_s[:, 0]
+            time_s = np.where(fits, time_s, math.inf)
+            for t in np.argsort(time_s, kind="stable")[:IDENTICAL]:
+                if time_s[t] < best.limit_s:
+                    counts = np.zeros(len(time_s), dtype=np.int64)
+                    counts[t] = count
+                    candidate = _candidate(view, cell.splits, counts)
+                    if candidate is not None:
+                        best.offer(part, candidate)
 
 
 def _ranges(view: Question, min_tp: int, cells: list[_Cell], clock: Clock) -> Iterator[int | None]:
@@ -578,7 +604,8 @@ def _cells(
         assert relaxed is not None
         if max_pipelines is None:
             best.hints.setdefault(min_tp, []).append(bound.Hint(deadline, splits.columns))
-        cells.append(_Cell(relaxed, _tail_left(splits, relaxed, tails), splits, min_tp, max_pipelines))
+        masked = deadline < math.inf or max_pipelines is not None
+        cells.append(_Cell(relaxed, _tail_left(splits, relaxed, tails), splits, min_tp, max_pipelines, masked))
         return cells[-1]
 
     tails = [view.sync(row.costs, num_pipelines, min_tp).tail for row in rows]
@@ -591,7 +618,9 @@ def _cells(
         tails = [view.sync(row.costs, num_pipelines, min_tp).tail for row in rows]
         deadline = math.inf
     else:
-        best.restrictions.add(f"effort below {THOROUGH:g}: pipelines of several classes only as deep as they pay at first sight")
+        best.restrictions.add(
+            f"effort below {THOROUGH:g}: pipelines of several classes only as deep as they pay at first sight"
+        )
         if relaxed.time_s + _least_tail(rows, tails) >= least or num_pipelines == 1:
             return cells
         rows = [row for row in rows if row.costs.micro_batch in sizes]
@@ -641,7 +670,8 @@ def _worth_keeping(
 def _deep_enough(
     view: Question, min_tp: int, max_pipelines: int | None, best: _Best, clock: Clock
 ) -> tuple[Templates, list[_Row], _Splits, data_split.Relaxation | None]:
-    """Mixed templates of growing depth, and all of one class, until the fractional solution has no use for the deepest."""
+    """Mixed templates of growing depth, and all of one class, until the fractional solution has no use for the
+    deepest."""
     previous: tuple[Templates, list[_Row], _Splits, data_split.Relaxation | None] | None = None
     for depth in DEPTHS:
         depth = min(depth, view.num_layers)
@@ -689,8 +719,8 @@ def _nothing(view: Question, graph: Templates) -> _Splits:
 def _fitting(
     view: Question, min_tp: int, depth: int, best: _Best, clock: Clock, classes: NDArray[np.bool_] | None = None
 ) -> Templates:
-    """All templates of a depth if they are few, else those of at most two classes, of the depth that keeps them few; and
-    templates of one class as deep as they may be."""
+    """All templates of a depth if they are few, else those of at most two classes, of the depth that keeps them few;
+    and templates of one class as deep as they may be."""
     part = view if classes is None else replace(view, limits=np.where(classes, view.limits, 0))
     longest = LONGEST if clock.effort >= THOROUGH else depth
     longest = min(view.num_layers, view.job.max_depth or view.num_layers, longest)
@@ -714,15 +744,22 @@ def _fitting(
 
 
 def _replicas(view: Question, min_tp: int, longest: int) -> Ints:
-    """Equal shares of all device types, at one tp degree, and what they are built from: what mixing two classes leaves out."""
+    """Equal shares of all device types, one class of each, and what they are built from: what mixing two classes leaves
+    out."""
     kept = [np.zeros((1, len(view.classes)), dtype=np.int64)]
-    for tp in view.degrees:
-        units = np.where((view.tp == tp) & (tp >= min_tp), view.limits, 0)
-        if (units > 0).sum() < 3 or (view.job.max_classes or 3) < 3:
-            continue
-        shares = {tuple(units // count) for count in range(1, int(units[units > 0].min()) + 1)}
-        fitting = [a for a in shares if sum(a) <= longest and math.prod(n + 1 for n in a) <= ALL_CLASSES]
-        kept += [np.array(list(np.ndindex(*(n + 1 for n in a))), dtype=np.int64) for a in fitting]
+    of_type: dict[str, list[int]] = {}
+    for k, unit in enumerate(view.classes):
+        if unit.tp >= min_tp and view.limits[k] > 0:
+            of_type.setdefault(unit.device_type, []).append(k)
+    if len(of_type) < 3 or (view.job.max_classes or 3) < len(of_type):
+        return kept[0]
+    shares: set[tuple[int, ...]] = set()
+    for chosen in itertools.islice(itertools.product(*of_type.values()), REPLICAS):
+        units = np.where(np.isin(np.arange(len(view.classes)), chosen), view.limits, 0)
+        shares |= {tuple(units // count) for count in range(1, int(units[units > 0].min()) + 1)}
+    for share in sorted(shares):
+        if sum(share) <= longest and math.prod(n + 1 for n in share) <= ALL_CLASSES:
+            kept.append(np.array(list(np.ndindex(*(n + 1 for n in share))), dtype=np.int64))
     return np.concatenate(kept)
 
 

@@ -338,15 +338,13 @@ def test_tied_weights_are_reduced_once_at_finer_granularity(granularity: Any) ->
     assert table[0, 4] <= 4 * 1.2 - 0.8 + 1e-9
 
 
-@pytest.mark.xfail(strict=True, reason="cost._tied takes the first tied layer only; Plan.check counts them all")
-def test_every_layer_tied_to_the_first_is_stored_once() -> None:
-    """Two heads share 8 of their 10 MB with layer 0: 3 (40 - 16) = 72 MB in one stage, 3 (30 - 8) without the last."""
+def test_a_second_tied_layer_is_refused() -> None:
+    """Two heads tied to layer 0: an error that names both, rather than memory counted for one of them."""
     first, second, *_ = kinds()
     tied: dict[str, Any] = {"tied_to": "k0", "tied_parameters": 8 * MB}
     heads = [LayerKind(name=name, parameters=10 * MB, output_bytes=0, **tied) for name in ("k2", "k3")]
-    costs = layer_costs(model(first, second, *heads), cluster(), BARE, (FAST,), 1)
-    base, _ = stage_bytes(replace(costs, workspace=np.zeros_like(costs.workspace)))
-    assert [base[0, 0, 4], base[0, 0, 3]] == pytest.approx([72e6, 66e6])
+    with pytest.raises(ValueError, match="tied_to: layers 2, 3 "):
+        layer_costs(model(first, second, *heads), cluster(), BARE, (FAST,), 1)
 
 
 def test_frozen_tied_weights_save_their_weights_only_and_are_not_synced() -> None:
