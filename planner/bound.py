@@ -46,6 +46,7 @@ ROUNDS = 4  # of bounding and halving buckets in a box
 CUTTING_PLANES = 5
 WIDEST = 12  # buckets bounded or halved per round
 RACING = 24  # buckets, the lowest, that prices are tried on
+USUAL_LAYERS = 40
 PATHS = 3000  # shortest paths solved at most by default; deterministic, unlike a time limit
 PRECISION = 1e-3  # of the value: a box this near to it is done
 
@@ -141,7 +142,7 @@ def lower_bound(
     effort
         Multiple of the shortest paths solved by default.
     """
-    budget = effort * PATHS
+    budget = effort * PATHS * min(1.0, USUAL_LAYERS / question.num_layers)  # a path takes longer through more layers
     floor = work_bound(question)
     search = _Search(question.fast, value_s, clock)
     heap: list[tuple[float, int, _Box]] = []

@@ -214,7 +214,7 @@ def _tied(
         return None
     if len(tied) > 1:
         raise ValueError(
-            f"tied_to: layers {', '.join(map(str, tied))} of {profile.name!r} are tied to another; one pair is supported"
+            f"tied_to: layers {', '.join(map(str, tied))} of {profile.name!r} are tied to another; one pair can be"
         )
     kind = profile.kind_of(tied[0])
     assert kind.tied_to is not None

@@ -45,6 +45,8 @@ Status = Literal["optimal", "feasible", "infeasible", "unknown"]
 DETERMINISTIC_TIME = 30.0
 # The grid knapsack refuses more cells x items than this: about 3e5 cells x 1000 columns, some seconds.
 GRID_WORK = 300_000_000
+# ``auto`` leaves it to CP-SAT from here, which then is quicker.
+GRID_QUICK = 5_000_000
 # Columns added per round of constraint generation, and rows kept between calls of `Packing.solve`.
 NEW_COLUMNS, HOT_COLUMNS = 8, 96
 TOLERANCE = 1e-9
@@ -393,9 +395,13 @@ def fill(
     elif backend == "numpy":
         status, counts = _fill_grid(question)
     elif backend == "auto":
-        try:
-            status, counts = _fill_grid(question)
-        except GridTooLargeError:
+        items = int(np.log2(np.maximum(question.highest, 1) + 1).sum())
+        if math.prod((question.available + 1).tolist()) * items <= GRID_QUICK:
+            try:
+                status, counts = _fill_grid(question)
+            except GridTooLargeError:
+                status, counts = _fill_cp_sat(question, time_limit)
+        else:
             status, counts = _fill_cp_sat(question, time_limit)
     else:
         raise ValueError(f"fill: backend {backend!r} is not one of cp-sat, pulp, numpy, auto")
