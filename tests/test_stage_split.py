@@ -15,7 +15,7 @@ import pytest
 from planner.cost import Costs, DeviceClass, StageTable, left_levels, pipeline_s, stage_table
 from planner.plans import Infeasible
 from planner.stage_milp import solve
-from planner.stage_split import Split, Stage, Template, Templates, TooManyTemplates, restricted, sweep, templates
+from planner.stage_split import Split, Stage, Template, Templates, TooManyTemplates, sweep, templates, union
 
 # Small tables and all their splits --------------------------------------------------------------------------------
 
@@ -412,15 +412,21 @@ def test_states_are_every_first_class_of_every_template_and_know_their_successor
     assert np.concatenate([level.states for level in graph.levels]).tolist() == list(range(len(states)))
 
 
-def test_restricted_templates_use_no_other_class() -> None:
-    """Without class 1 those templates are left that have none of it, and their splits stay the same."""
+def test_a_union_holds_the_templates_of_both_and_sweeps_alike() -> None:
+    """Templates of classes 0 and 2, those of class 1, and one more mix: each once, with the sum it has by itself."""
+    use, room = np.eye(3, dtype=np.int64), np.array([2, 2, 2])
+    first = templates(np.array([2, 0, 2]), use, room, 4, 3)
+    second = templates(np.array([0, 2, 0]), use, room, 4, 3)
+    mix = np.array(list(np.ndindex(2, 2, 2)))  # up to one unit of each
+    both = union(first, second, mix)
+    wanted = {tuple(map(int, row)) for row in np.concatenate([first.counts, second.counts, mix])}
+    assert sorted(tuple(map(int, row)) for row in both.counts) == sorted(wanted)
+    assert (np.diff(both.num_stages) >= 0).all()
     table = random_table(3, num_classes=3, gaps=0.0)
-    graph = all_templates(table)
-    rest = restricted(graph, np.array([True, False, True]))
-    assert {tuple(row) for row in rest.counts.tolist()} == {tuple(r) for r in graph.counts.tolist() if r[1] == 0}
-    whole, part = (sweep(table, g, weight_sum=1.0, weight_max=0.0).sum_s for g in (graph, rest))
-    known = {tuple(row): value for row, value in zip(graph.counts.tolist(), whole, strict=True)}
-    assert part.tolist() == [known[tuple(row)] for row in rest.counts.tolist()]
+    whole = all_templates(table)
+    sums, own = (sweep(table, graph, weight_sum=1.0, weight_max=0.0).sum_s for graph in (whole, both))
+    known = {tuple(row): value for row, value in zip(whole.counts.tolist(), sums, strict=True)}
+    assert own.tolist() == [known[tuple(row)] for row in both.counts.tolist()]
 
 
 def test_equal_devices_under_two_names_give_the_same_splits() -> None:
