@@ -15,7 +15,7 @@ from planner import Infeasible, Plan, plan
 IMPORT_WITHIN_S, EXAMPLE_WITHIN_S = 0.050, 3.0
 TIME_LIMIT_S = 60.0
 IMPORT = "import time; t = time.perf_counter(); import planner; print(time.perf_counter() - t)"
-EXAMPLE = ("plan", "examples/opt-350m.json", "examples/a100-v100.yaml")
+EXAMPLE = ("plan", "examples/opt-350m.json", "examples/odd-counts.yaml")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
