@@ -18,6 +18,7 @@ from test_plans import JOB, cluster, plan, profile
 
 import planner
 from planner import cli
+from planner.cli import planning, show
 from planner.cluster import Cluster
 from planner.job import Job
 from planner.plans import Infeasible, Plan
@@ -212,7 +213,7 @@ def test_a_plan_that_fails_its_check_is_never_printed(here: Path, monkeypatch: p
 def test_progress_only_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bar needs a terminal and a second of waiting; until then rich is not even imported."""
     monkeypatch.delitem(sys.modules, "rich.progress", raising=False)
-    with cli._Progress() as progress:
+    with planning._Progress() as progress:
         progress(0.1, "planning")
     assert progress.bar is None
     assert "rich.progress" not in sys.modules
@@ -222,10 +223,10 @@ def test_progress_only_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
             return True
 
     monkeypatch.setattr(sys, "stderr", Terminal())
-    with cli._Progress() as progress:
+    with planning._Progress() as progress:
         progress(0.1, "planning")
         assert progress.bar is None
-        progress.started -= cli.PROGRESS_AFTER_S
+        progress.started -= planning.PROGRESS_AFTER_S
         progress(0.5, "planning")
         bar: Any = progress.bar
         assert bar.tasks[0].completed == 0.5
@@ -323,7 +324,7 @@ def test_explain_names_fast_groups_and_paths(here: Path) -> None:
     devices = {device.name: device for device in two.devices}
 
     def name(where: Cluster, a: str, b: str) -> str:
-        return cli.link_name(where, a, b, where.link(devices[a], devices[b]))
+        return show.link_name(where, a, b, where.link(devices[a], devices[b]))
 
     assert name(two, "n1:0", "n1:1") == "fast group of n1"
     assert name(two, "n1:1", "n1:2") == "inside n1"
@@ -357,7 +358,7 @@ def test_import_writes_profiles(
 
 def test_runs_as_a_process(here: Path) -> None:
     """As a process it needs no solver to look at files, keeps its exit codes, and takes a closed pipe quietly."""
-    repository = str(Path(cli.__file__).parent.parent)
+    repository = str(Path(cli.__file__).parents[2])
     environment = {**os.environ, "PYTHONPATH": repository}
 
     def run(code: str) -> subprocess.CompletedProcess[str]:

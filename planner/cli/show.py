@@ -1,23 +1,14 @@
-"""The command line: ``hpp plan``, ``hpp inspect``, ``hpp import``, ``hpp explain``.
-
-Results go to stdout, everything else to stderr. Exit codes: 0 there is a plan, 2 bad input, 3 no plan can exist.
-"""
+"""``hpp inspect`` and ``hpp explain``: what is in a file, and where each figure of a plan comes from."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import os
-import re
-import sys
 import textwrap
-import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Never
+from typing import TYPE_CHECKING
 
-from planner import __version__, files
+from planner import files
 from planner.cluster import Cluster
 from planner.job import Job
 from planner.plans import (
@@ -25,7 +16,6 @@ from planner.plans import (
     WIDTH,
     Audit,
     HandOver,
-    Infeasible,
     Plan,
     grouped,
     inclusive,
@@ -42,79 +32,18 @@ if TYPE_CHECKING:
     from planner.cluster import Device, Link, Node
     from planner.profile import LayerKind
 
-OK, BAD_INPUT, INFEASIBLE = 0, 2, 3
-PROGRESS_AFTER_S = 1.0  # shorter searches show no bar
 MESSAGE_BYTES = float(64 << 20)  # at which links are compared
 LINES_OF_HOLES = 12
 RATE_COLUMNS = ("device", ">tp", ">size", ">forward ms", ">backward ms")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code."""
-    options = _parser().parse_args(arguments)
-    try:
-        code: int = options.run(options)
-        sys.stdout.flush()
-        return code
-    except Infeasible as error:
-        return _infeasible(error, options)
-    except (ValueError, OSError) as error:
-        if isinstance(error, BrokenPipeError):  # the reader, such as head, has seen enough
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return OK
-        text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
-        print(f"hpp: {_one_line(text)}", file=sys.stderr)
-        return BAD_INPUT
-    except KeyboardInterrupt:
-        print("hpp: interrupted", file=sys.stderr)
-        return 130
-
-
-class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
-
-    def error(self, message: str) -> Never:
-        self.exit(BAD_INPUT, f"{self.prog}: {message}; see {self.prog} --help\n")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="hpp", description="Plan pipeline-parallel training on mixed devices.")
-    parser.add_argument("--version", action="version", version=f"hpp {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
-
-    plan = commands.add_parser("plan", help="find the fastest configuration and print it")
-    plan.set_defaults(run=_plan)
-    plan.add_argument("profile", metavar="PROFILE", help="measured layer profile (JSON or YAML)")
-    plan.add_argument("cluster", metavar="CLUSTER", help="nodes, devices and links (JSON or YAML)")
-    plan.add_argument("--job", metavar="FILE", help="what to train; the options below override it")
-    plan.add_argument("--global-batch", type=int, metavar="N", help="samples per iteration")
-    plan.add_argument("--micro-batch", type=_sizes, metavar="B,..", help="micro-batch sizes allowed, as 1,2,4")
-    plan.add_argument("--tp", type=_sizes, metavar="D,..", help="tensor-parallel degrees allowed, as 1,2")
-    plan.add_argument("--precision", choices=("fp32", "mixed"))
-    plan.add_argument("--optimizer", choices=("adam", "sgd", "momentum"))
-    plan.add_argument("--memory-margin", type=float, metavar="SHARE", help="part of each device kept free, as 0.05")
-    plan.add_argument("--sync", choices=("overlapped", "exposed"), help="how gradient sync is charged")
-    plan.add_argument("--no-recompute", action="store_true", help="never recompute activations")
-    plan.add_argument("--top", type=_positive, default=1, metavar="K", help="show the K best plans")
-    plan.add_argument("--time-limit", type=float, metavar="S", help="stop after S seconds with the best plan so far")
-    plan.add_argument(
-        "--effort", type=float, default=1.0, metavar="X", help="work on the lower bound, as a multiple of the default"
-    )
-    plan.add_argument("--json", action="store_true", help="print the plan as JSON")
-    plan.add_argument("-o", "--output", metavar="FILE", help="write the plan as JSON")
-
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the commands."""
     inspect = commands.add_parser("inspect", help="say what is in a profile, a cluster or a plan")
     inspect.set_defaults(run=_inspect)
     inspect.add_argument("file", metavar="FILE")
     inspect.add_argument("--cluster", metavar="CLUSTER", help="peak FLOP/s to hold a profile's times against")
     inspect.add_argument("--json", action="store_true", help="print the file in canonical JSON")
-
-    importer = commands.add_parser("import", help="convert another planner's measurements")
-    importer.set_defaults(run=_import)
-    importer.add_argument("format", metavar="FORMAT", help="sailor, metis")
-    importer.add_argument("path", metavar="PATH", help="file or directory of the measurements")
-    importer.add_argument("-o", "--output", required=True, metavar="OUT", help="file, or directory for several models")
-    importer.add_argument("--model", metavar="NAME", help="only this model")
 
     explain = commands.add_parser("explain", help="show where each figure of a plan comes from")
     explain.set_defaults(run=_explain)
@@ -122,177 +51,6 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--profile", required=True, metavar="PROFILE")
     explain.add_argument("--cluster", required=True, metavar="CLUSTER")
     explain.add_argument("--all", action="store_true", help="every pipeline, not one of each group of equal ones")
-    return parser
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
-    return number
-
-
-def _sizes(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(_positive(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of counts such as 1,2,4") from None
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
-
-
-def _infeasible(error: Infeasible, options: argparse.Namespace) -> int:
-    print(f"hpp: no plan: {_one_line(error.message)}", file=sys.stderr)
-    if error.nearest_miss:
-        print(f"  nearest miss     {error.nearest_miss}", file=sys.stderr)
-    if error.remedy:
-        print(f"  cheapest change  {error.remedy}", file=sys.stderr)
-    if getattr(options, "json", False):
-        fields = ("message", "stage", "layer", "device_type", "short_bytes", "remedy")
-        print(files.dumps({"infeasible": {name: getattr(error, name) for name in fields}}), end="")
-    return INFEASIBLE
-
-
-# hpp plan
-
-
-def _plan(options: argparse.Namespace) -> int:
-    profile, cluster = ModelProfile.load(options.profile), Cluster.load(options.cluster)
-    job = _job(options)
-    if options.time_limit is not None and not options.time_limit > 0:
-        raise ValueError(f"--time-limit: {options.time_limit} is not a time in seconds")
-    if not 0 <= options.effort < float("inf"):
-        raise ValueError(f"--effort: {options.effort} is not a multiple of at least 0")
-    outputs = _outputs(options.output, options.top)
-
-    from planner import search  # brings the solvers along
-
-    with _Progress() as progress:
-        plans = search.plans(
-            profile,
-            cluster,
-            job,
-            time_limit=options.time_limit,
-            progress=progress,
-            top=options.top,
-            effort=options.effort,
-        )
-    for plan in plans:
-        for problem in plan.problems(profile, cluster, job):
-            raise RuntimeError(f"the planner made a plan that does not pass its own check, please report it: {problem}")
-
-    for path, plan in zip(outputs, plans):
-        plan.save(path)
-        print(f"wrote {path}", file=sys.stderr)
-    if options.json:
-        print(files.dumps(plans[0].to_dict() if options.top == 1 else [plan.to_dict() for plan in plans]), end="")
-    else:
-        if options.top > 1:
-            print("\n".join(_ranking(plans)), end="\n\n")
-        print(plans[0])
-    return OK
-
-
-def _job(options: argparse.Namespace) -> Job:
-    job = Job.load(options.job) if options.job is not None else Job()
-    given = {
-        "global_batch": options.global_batch,
-        "micro_batches": options.micro_batch,
-        "tp": options.tp,
-        "precision": options.precision,
-        "optimizer": options.optimizer,
-        "memory_margin": options.memory_margin,
-        "sync": options.sync,
-        "recompute": False if options.no_recompute else None,
-    }
-    changes = {name: value for name, value in given.items() if value is not None}
-    return dataclasses.replace(job, **changes)
-
-
-def _outputs(output: str | None, count: int) -> list[Path]:
-    """plan.json, plan-2.json, ...: refused before the search rather than after it."""
-    if output is None:
-        return []
-    path = Path(output)
-    if path.suffix.lower() not in files.SUFFIXES:
-        raise ValueError(f"{path}: suffix {path.suffix!r} is not among {', '.join(files.SUFFIXES)}")
-    if not path.parent.is_dir():
-        raise ValueError(f"{path}: there is no directory {path.parent}")
-    return [path, *(path.with_name(f"{path.stem}-{n}{path.suffix}") for n in range(2, count + 1))]
-
-
-def _ranking(plans: Sequence[Plan]) -> Iterator[str]:
-    best = plans[0].predicted.iteration_s
-    rows = []
-    for rank, plan in enumerate(plans, 1):
-        predicted = plan.predicted
-        rows.append(
-            [
-                str(rank),
-                seconds(predicted.iteration_s),
-                "" if rank == 1 else f"+{predicted.iteration_s / best - 1:.2%}",
-                f"{predicted.samples_per_s:,.1f}",
-                f"{len(plan.devices)}/{len(plan.devices) + len(plan.idle_devices)}",
-                f"{max(stage.memory.fraction for stage in plan.stages):.0%}",
-                _shape(plan),
-            ]
-        )
-    yield from table(
-        [">rank", ">iteration", ">to best", ">samples/s", ">devices", ">fullest", "pipelines"], rows, fold=6
-    )
-
-
-def _shape(plan: Plan) -> str:
-    """``8 x (A100-40 9+8 > V100-16 tp 2 9) of 2``: layers per stage, samples per micro-batch."""
-    words = []
-    for _, members in grouped(plan):
-        pipeline = plan.pipelines[members[0]]
-        runs: list[tuple[str, list[int]]] = []
-        for stage in pipeline.stages:
-            name = stage.device_type + (f" tp {stage.tp}" if stage.tp > 1 else "")
-            if not runs or runs[-1][0] != name:
-                runs.append((name, []))
-            runs[-1][1].append(stage.num_layers)
-        chain = " > ".join(f"{name} {'+'.join(map(str, counts))}" for name, counts in runs)
-        words.append((f"{len(members)} x " if len(members) > 1 else "") + f"({chain}) of {pipeline.micro_batch}")
-    return " + ".join(words) if len(words) <= 3 else " + ".join(words[:3]) + f" + {len(words) - 3} more"
-
-
-class _Progress:
-    """A bar on stderr for long searches on a terminal; rich is loaded only when there is one to draw."""
-
-    def __init__(self) -> None:
-        self.started = time.monotonic()
-        self.bar: Any = None
-        self.task: Any = None
-
-    def __enter__(self) -> _Progress:
-        return self
-
-    def __call__(self, fraction: float, text: str) -> None:
-        if self.bar is None:
-            if not sys.stderr.isatty() or time.monotonic() - self.started < PROGRESS_AFTER_S:
-                return
-            from rich.console import Console
-            from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-            self.bar = Progress(
-                BarColumn(),
-                TextColumn("{task.percentage:>3.0f} %"),
-                TimeElapsedColumn(),
-                TextColumn("{task.description}"),
-                console=Console(stderr=True),
-                transient=True,
-            )
-            self.bar.start()
-            self.task = self.bar.add_task(text, total=1.0)
-        self.bar.update(self.task, completed=min(max(fraction, 0.0), 1.0), description=text)
-
-    def __exit__(self, *_: object) -> None:
-        if self.bar is not None:
-            self.bar.stop()
 
 
 # hpp inspect
@@ -322,7 +80,7 @@ def _inspect(options: argparse.Namespace) -> int:
         print(files.dumps(value.to_dict()), end="")
     else:
         print("\n".join(lines))
-    return OK
+    return 0
 
 
 def _profile_lines(profile: ModelProfile, cluster: Cluster | None) -> Iterator[str]:
@@ -564,41 +322,6 @@ def _link_matrix(cluster: Cluster, classes: Sequence[tuple[str, list[Node]]]) ->
     return table(["", "", *(f">{letter}" for letter, _ in classes)], rows)
 
 
-# hpp import
-
-
-def _import(options: argparse.Namespace) -> int:
-    from planner.importers import FORMATS
-
-    if options.format not in FORMATS:
-        raise ValueError(f"format {options.format!r} is not among {files.did_you_mean(options.format, FORMATS)}")
-    profiles = FORMATS[options.format](options.path)
-    if options.model is not None:
-        names = [profile.name for profile in profiles]
-        if options.model not in names:
-            raise ValueError(f"--model: {options.model!r} is not among {files.did_you_mean(options.model, names)}")
-        profiles = tuple(profile for profile in profiles if profile.name == options.model)
-    output = Path(options.output)
-    paths = [output]
-    if not output.suffix:
-        output.mkdir(parents=True, exist_ok=True)
-        paths = [output / f"{_file_name(profile.name)}.json" for profile in profiles]
-    elif len(profiles) > 1:
-        models = ", ".join(profile.name for profile in profiles)
-        raise ValueError(f"{output}: one file cannot hold {models}; name one of them with --model, or a directory")
-    for path, profile in zip(paths, profiles):
-        profile.save(path)
-        devices = ", ".join(profile.device_types)
-        print(f"{path}: {profile.name}, {profile.num_layers} layers of {len(profile.kinds)} kinds on {devices}")
-        for warning in profile.warnings:
-            print("\n".join(wrapped("  warning", warning)))
-    return OK
-
-
-def _file_name(name: str) -> str:
-    return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-.") or "profile"
-
-
 # hpp explain
 
 
@@ -606,7 +329,7 @@ def _explain(options: argparse.Namespace) -> int:
     plan = Plan.load(options.plan)
     profile, cluster = ModelProfile.load(options.profile), Cluster.load(options.cluster)
     print("\n".join(_explained(plan, profile, cluster, options.all)))
-    return OK
+    return 0
 
 
 def _explained(plan: Plan, profile: ModelProfile, cluster: Cluster, every: bool) -> Iterator[str]:
@@ -750,7 +473,3 @@ def _names_of(cluster: Cluster, name: str) -> set[str | None]:
     device = cluster.device(name)
     node = cluster.nodes[device.node]
     return {node.name, node.island, device.type, "*"}
-
-
-if __name__ == "__main__":
-    sys.exit(main())

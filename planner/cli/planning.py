@@ -1,0 +1,194 @@
+"""``hpp plan``."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from planner import files
+from planner.cluster import Cluster
+from planner.job import Job
+from planner.plans import Plan, grouped, seconds, table
+from planner.profile import ModelProfile
+
+PROGRESS_AFTER_S = 1.0  # shorter searches show no bar
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the command."""
+    plan = commands.add_parser("plan", help="find the fastest configuration and print it")
+    plan.set_defaults(run=_plan)
+    plan.add_argument("profile", metavar="PROFILE", help="measured layer profile (JSON or YAML)")
+    plan.add_argument("cluster", metavar="CLUSTER", help="nodes, devices and links (JSON or YAML)")
+    plan.add_argument("--job", metavar="FILE", help="what to train; the options below override it")
+    plan.add_argument("--global-batch", type=int, metavar="N", help="samples per iteration")
+    plan.add_argument("--micro-batch", type=_sizes, metavar="B,..", help="micro-batch sizes allowed, as 1,2,4")
+    plan.add_argument("--tp", type=_sizes, metavar="D,..", help="tensor-parallel degrees allowed, as 1,2")
+    plan.add_argument("--precision", choices=("fp32", "mixed"))
+    plan.add_argument("--optimizer", choices=("adam", "sgd", "momentum"))
+    plan.add_argument("--memory-margin", type=float, metavar="SHARE", help="part of each device kept free, as 0.05")
+    plan.add_argument("--sync", choices=("overlapped", "exposed"), help="how gradient sync is charged")
+    plan.add_argument("--no-recompute", action="store_true", help="never recompute activations")
+    plan.add_argument("--top", type=_positive, default=1, metavar="K", help="show the K best plans")
+    plan.add_argument("--time-limit", type=float, metavar="S", help="stop after S seconds with the best plan so far")
+    plan.add_argument(
+        "--effort", type=float, default=1.0, metavar="X", help="work on the lower bound, as a multiple of the default"
+    )
+    plan.add_argument("--json", action="store_true", help="print the plan as JSON")
+    plan.add_argument("-o", "--output", metavar="FILE", help="write the plan as JSON")
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return number
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(_positive(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of counts such as 1,2,4") from None
+
+
+def _plan(options: argparse.Namespace) -> int:
+    profile, cluster = ModelProfile.load(options.profile), Cluster.load(options.cluster)
+    job = _job(options)
+    if options.time_limit is not None and not options.time_limit > 0:
+        raise ValueError(f"--time-limit: {options.time_limit} is not a time in seconds")
+    if not 0 <= options.effort < float("inf"):
+        raise ValueError(f"--effort: {options.effort} is not a multiple of at least 0")
+    outputs = _outputs(options.output, options.top)
+
+    from planner import search  # brings the solvers along
+
+    with _Progress() as progress:
+        plans = search.plans(
+            profile,
+            cluster,
+            job,
+            time_limit=options.time_limit,
+            progress=progress,
+            top=options.top,
+            effort=options.effort,
+        )
+    for plan in plans:
+        for problem in plan.problems(profile, cluster, job):
+            raise RuntimeError(f"the planner made a plan that does not pass its own check, please report it: {problem}")
+
+    for path, plan in zip(outputs, plans):
+        plan.save(path)
+        print(f"wrote {path}", file=sys.stderr)
+    if options.json:
+        print(files.dumps(plans[0].to_dict() if options.top == 1 else [plan.to_dict() for plan in plans]), end="")
+    else:
+        if options.top > 1:
+            print("\n".join(_ranking(plans)), end="\n\n")
+        print(plans[0])
+    return 0
+
+
+def _job(options: argparse.Namespace) -> Job:
+    job = Job.load(options.job) if options.job is not None else Job()
+    given = {
+        "global_batch": options.global_batch,
+        "micro_batches": options.micro_batch,
+        "tp": options.tp,
+        "precision": options.precision,
+        "optimizer": options.optimizer,
+        "memory_margin": options.memory_margin,
+        "sync": options.sync,
+        "recompute": False if options.no_recompute else None,
+    }
+    changes = {name: value for name, value in given.items() if value is not None}
+    return dataclasses.replace(job, **changes)
+
+
+def _outputs(output: str | None, count: int) -> list[Path]:
+    """plan.json, plan-2.json, ...: refused before the search rather than after it."""
+    if output is None:
+        return []
+    path = Path(output)
+    if path.suffix.lower() not in files.SUFFIXES:
+        raise ValueError(f"{path}: suffix {path.suffix!r} is not among {', '.join(files.SUFFIXES)}")
+    if not path.parent.is_dir():
+        raise ValueError(f"{path}: there is no directory {path.parent}")
+    return [path, *(path.with_name(f"{path.stem}-{n}{path.suffix}") for n in range(2, count + 1))]
+
+
+def _ranking(plans: Sequence[Plan]) -> Iterator[str]:
+    best = plans[0].predicted.iteration_s
+    rows = []
+    for rank, plan in enumerate(plans, 1):
+        predicted = plan.predicted
+        rows.append(
+            [
+                str(rank),
+                seconds(predicted.iteration_s),
+                "" if rank == 1 else f"+{predicted.iteration_s / best - 1:.2%}",
+                f"{predicted.samples_per_s:,.1f}",
+                f"{len(plan.devices)}/{len(plan.devices) + len(plan.idle_devices)}",
+                f"{max(stage.memory.fraction for stage in plan.stages):.0%}",
+                _shape(plan),
+            ]
+        )
+    yield from table(
+        [">rank", ">iteration", ">to best", ">samples/s", ">devices", ">fullest", "pipelines"], rows, fold=6
+    )
+
+
+def _shape(plan: Plan) -> str:
+    """``8 x (A100-40 9+8 > V100-16 tp 2 9) of 2``: layers per stage, samples per micro-batch."""
+    words = []
+    for _, members in grouped(plan):
+        pipeline = plan.pipelines[members[0]]
+        runs: list[tuple[str, list[int]]] = []
+        for stage in pipeline.stages:
+            name = stage.device_type + (f" tp {stage.tp}" if stage.tp > 1 else "")
+            if not runs or runs[-1][0] != name:
+                runs.append((name, []))
+            runs[-1][1].append(stage.num_layers)
+        chain = " > ".join(f"{name} {'+'.join(map(str, counts))}" for name, counts in runs)
+        words.append((f"{len(members)} x " if len(members) > 1 else "") + f"({chain}) of {pipeline.micro_batch}")
+    return " + ".join(words) if len(words) <= 3 else " + ".join(words[:3]) + f" + {len(words) - 3} more"
+
+
+class _Progress:
+    """A bar on stderr for long searches on a terminal; rich is loaded only when there is one to draw."""
+
+    def __init__(self) -> None:
+        self.started = time.monotonic()
+        self.bar: Any = None
+        self.task: Any = None
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __call__(self, fraction: float, text: str) -> None:
+        if self.bar is None:
+            if not sys.stderr.isatty() or time.monotonic() - self.started < PROGRESS_AFTER_S:
+                return
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+            self.bar = Progress(
+                BarColumn(),
+                TextColumn("{task.percentage:>3.0f} %"),
+                TimeElapsedColumn(),
+                TextColumn("{task.description}"),
+                console=Console(stderr=True),
+                transient=True,
+            )
+            self.bar.start()
+            self.task = self.bar.add_task(text, total=1.0)
+        self.bar.update(self.task, completed=min(max(fraction, 0.0), 1.0), description=text)
+
+    def __exit__(self, *_: object) -> None:
+        if self.bar is not None:
+            self.bar.stop()
