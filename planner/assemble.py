@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from planner import cost, data_split
-from planner.cluster import Device, Link
+from planner.cluster import Cluster, Device, Link
 from planner.cost import Costs, SyncTable
 from planner.placement import DoesNotPack, Unit, place, unit_link
-from planner.plans import Block, Pipeline, Plan, Predicted, Provenance, Stage, StageMemory
+from planner.plans import Block, Pipeline, Plan, Predicted, Provenance, Stage, StageMemory, TiedBlock
 from planner.question import Clock, Question
 from planner.stage_split import Stage as Part
 
@@ -83,6 +83,8 @@ def _evaluate(question: Question, candidate: Candidate, by_stage: bool) -> Found
         placed = place(question.cluster, classes, message, by_stage=by_stage, improve=not question.uniform)
     except DoesNotPack:
         return None
+    if not question.cluster.complete and not _rings_close(question.cluster, chains, placed):
+        return None
     hand_overs = [
         [
             float(unit_link(question.cluster, a, b).seconds(float(costs_of[chain.micro_batch].inputs[stage.first])))
@@ -102,7 +104,8 @@ def _evaluate(question: Question, candidate: Candidate, by_stage: bool) -> Found
             k, i, j = stage
             in_flight = min(chain.num_micro_batches, num_stages - s)
             recomputed = cost.recomputed_layers(costs, k, i, j, in_flight, synced)
-            around = (hand_overs[p][s - 1] if s else 0.0) + (hand_overs[p][s] if s + 1 < num_stages else 0.0)
+            sends = s + 1 < num_stages
+            send_s = hand_overs[p][s] if sends else 0.0
             stages.append(
                 Stage(
                     device_type=question.classes[k].device_type,
@@ -114,7 +117,9 @@ def _evaluate(question: Question, candidate: Candidate, by_stage: bool) -> Found
                     forward_s=float(costs.forward[k, i:j].sum()),
                     backward_s=float(costs.backward[k, i:j].sum()),
                     recompute_s=float(sum(costs.forward[k, l] for l in recomputed)),
-                    transfer_s=around,
+                    transfer_s=(hand_overs[p][s - 1] if s else 0.0) + send_s,
+                    send_s=send_s,
+                    send_bytes=math.ceil(float(costs.inputs[j])) if sends else 0,
                     sync_s=sync[p][s].ring_s,
                     update_s=sync[p][s].update_s,
                     memory=_memory(question, costs, k, i, j, in_flight, recomputed, synced),
@@ -136,6 +141,21 @@ class _Sync(NamedTuple):
     ring_s: float
     update_s: float
     exposed_s: float
+
+
+def _rings_close(cluster: Cluster, chains: Sequence[Chain], placed: Sequence[Sequence[Unit]]) -> bool:
+    """Whether the owners of every layer are joined in a ring, node by node."""
+    owners: dict[int, list[Device]] = {}
+    for chain, units in zip(chains, placed, strict=True):
+        for stage, unit in zip(chain.stages, units, strict=True):
+            for l in range(stage.first, stage.end):
+                owners.setdefault(l, []).append(unit.devices[0])
+    return all(
+        cluster.joined(a, b)
+        for ring in {tuple(sorted(each, key=lambda device: (device.node, device.index))) for each in owners.values()}
+        for a, b in zip(ring, (*ring[1:], ring[0]), strict=True)
+        if a != b
+    )
 
 
 def _reshare(
@@ -281,6 +301,7 @@ def _utilization(question: Question, pipelines: Sequence[Pipeline], iteration_s:
 def to_plan(question: Question, found: Found, lower_bound_s: float, clock: Clock, restrictions: Sequence[str]) -> Plan:
     """The plan as users get it. `question` is the one asked; the plan may use a part of its cluster."""
     lower = min(lower_bound_s, found.time_s)
+    blocks, tied_blocks = _blocks(question, found.pipelines)
     used = {device for pipeline in found.pipelines for stage in pipeline.stages for device in stage.devices}
     idle = tuple(device.name for device in question.cluster.devices if device.name not in used)
     return Plan(
@@ -291,7 +312,8 @@ def to_plan(question: Question, found: Found, lower_bound_s: float, clock: Clock
         gap=found.time_s / lower - 1 if lower > 0 else math.inf,
         proved=not clock.ran_out and not clock.calls.unproved,
         pipelines=found.pipelines,
-        blocks=_blocks(question, found.pipelines),
+        blocks=blocks,
+        tied_blocks=tied_blocks,
         idle_devices=idle,
         restrictions=tuple(restrictions),
         warnings=(*question.warnings, *_warnings(question, found)),
@@ -310,21 +332,64 @@ def to_plan(question: Question, found: Found, lower_bound_s: float, clock: Clock
     )
 
 
-def _blocks(question: Question, pipelines: Sequence[Pipeline]) -> tuple[Block, ...]:
-    """Maximal runs of layers with the same owners: the common refinement of all stage cuts."""
+def _blocks(question: Question, pipelines: Sequence[Pipeline]) -> tuple[tuple[Block, ...], tuple[TiedBlock, ...]]:
+    """Maximal runs of layers with the same owners, the common refinement of all stage cuts; and the weights that two
+    layers on different stages share, which are a block of their own."""
     cuts = sorted({edge for pipeline in pipelines for stage in pipeline.stages for edge in stage.layers})
     min_tp = min(stage.tp for pipeline in pipelines for stage in pipeline.stages)
     gradient = question.job.state.gradients
+    tied = next((costs.tied for costs in question.costs), None)
+    holders: dict[int, int] = {}  # layer -> parameters that are not in its own block
+    tied_blocks: tuple[TiedBlock, ...] = ()
+    if tied is not None and question.profile.kind_of(tied[1]).trainable:
+        once = question.profile.kind_of(tied[1]).tied_parameters
+        homes = [_owner(pipeline, l) for pipeline in pipelines for l in tied[:2]]
+        owners = tuple(dict.fromkeys(zip((p for p in range(len(pipelines)) for _ in (0, 1)), homes, strict=True)))
+        alone = len(owners) > len(pipelines)
+        holders = dict.fromkeys(tied[:2] if alone else tied[1:2], once)
+        if alone:
+            nbytes = -(-once * gradient // min_tp)
+            peers = [question.cluster.device(pipelines[p].stages[s].devices[0]) for p, s in owners]
+            calls, seconds = _all_reduce(question, nbytes, 1, 1, peers)
+            tied_blocks = (
+                TiedBlock(
+                    layers=(tied[0], tied[1]), owners=owners, gradient_bytes=nbytes, num_chunks=calls, reduce_s=seconds
+                ),
+            )
     blocks = []
     for i, j in itertools.pairwise(cuts):
-        owners = tuple(
-            next(s for s, stage in enumerate(pipeline.stages) if stage.layers[0] <= i < stage.layers[1])
-            for pipeline in pipelines
-        )
+        owners_of = tuple(_owner(pipeline, i) for pipeline in pipelines)
         kinds = [question.profile.kind_of(l) for l in range(i, j)]
-        total = sum(kind.parameters for kind in kinds if kind.trainable) * gradient
-        blocks.append(Block(layers=(i, j), owners=owners, gradient_bytes=-(-total // min_tp)))
-    return tuple(blocks)
+        parameters = [kind.parameters - holders.get(l, 0) for l, kind in zip(range(i, j), kinds) if kind.trainable]
+        nbytes = -(-sum(parameters) * gradient // min_tp)
+        peers = [
+            question.cluster.device(pipeline.stages[s].devices[0])
+            for pipeline, s in zip(pipelines, owners_of, strict=True)
+        ]
+        tensors = sum(kind.num_tensors for kind in kinds if kind.trainable)
+        calls, seconds = _all_reduce(question, nbytes, len(parameters), tensors, peers)
+        blocks.append(Block(layers=(i, j), owners=owners_of, gradient_bytes=nbytes, num_chunks=calls, reduce_s=seconds))
+    return tuple(blocks), tied_blocks
+
+
+def _owner(pipeline: Pipeline, l: int) -> int:
+    return next(s for s, stage in enumerate(pipeline.stages) if stage.layers[0] <= l < stage.layers[1])
+
+
+def _all_reduce(
+    question: Question, nbytes: int, layers: int, tensors: int, peers: Sequence[Device]
+) -> tuple[int, float]:
+    """Calls and seconds of a ring over these devices, node by node, on the slowest of its links."""
+    if len(peers) < 2 or not nbytes:
+        return 0, 0.0
+    job, ring = question.job, sorted(peers, key=lambda device: (device.node, device.index))
+    links = tuple(dict.fromkeys(question.cluster.link(a, b) for a, b in zip(ring, (*ring[1:], ring[0]), strict=True)))
+    calls = {"model": 1, "layer": layers, "tensor": tensors}.get(job.sync_granularity)
+    if calls is not None:
+        return calls, calls * float(cost.ring_all_reduce_s(nbytes / calls, len(ring), links))
+    full, rest = divmod(nbytes, job.sync_chunk_bytes)
+    whole = full * float(cost.ring_all_reduce_s(job.sync_chunk_bytes, len(ring), links)) if full else 0.0
+    return full + (rest > 0), whole + float(cost.ring_all_reduce_s(rest, len(ring), links))
 
 
 def _warnings(question: Question, found: Found) -> list[str]:

@@ -17,7 +17,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import combinations, islice, pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 import numpy as np
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 Array = NDArray[np.float64]
 SLOWEST, FASTEST = 1e6, 1e13  # bytes/s; outside, a bandwidth is a unit slip
+MOST_CLIQUES = 32
 ANY, TYPE, ISLAND, NODE = range(4)  # how specific a name in a network link is
 WIDTH_BYTES = 64e6  # message size at which links of a path are compared
 FIT_X = np.arange(-10.0, 15.0)  # log2 of megabytes: sizes at which a fit is taken at its word, 1 kB to 16 GB
@@ -228,6 +229,9 @@ class Node:
         Link between two devices of one fast group.
     island
         Name of the part of the network the node stands in.
+    nics
+        Network ports that its devices share in equal parts, by index; None for one per device. In the simulation
+        transfers of one port queue behind each other; the search takes every device to have its own.
     """
 
     BRIEF: ClassVar[bool] = True
@@ -238,12 +242,17 @@ class Node:
     groups: tuple[tuple[int, ...], ...] = ()
     group_link: Link | None = None
     island: str | None = None
+    nics: int | None = None
 
     def __post_init__(self) -> None:
         if not self.name:
             raise ValueError("name: empty, expected the name of a node")
         if not self.devices:
             raise ValueError(f"devices: node {self.name!r} has none")
+        if self.nics is not None and not 1 <= self.nics <= len(self.devices):
+            raise ValueError(
+                f"nics: {self.nics} of node {self.name!r}, expected between 1 and its {len(self.devices)} devices"
+            )
         if bool(self.groups) != (self.group_link is not None):
             has = "groups without" if self.groups else "no groups, but"
             raise ValueError(f"group_link: node {self.name!r} has {has} a group_link, expected both or neither")
@@ -258,6 +267,10 @@ class Node:
                 if index in seen:
                     raise ValueError(f"groups[{i}]: device {index} of node {self.name!r} is in a group already")
                 seen.add(index)
+
+    def nic_of(self, index: int) -> int:
+        """Index of the network port that a device uses."""
+        return index if self.nics is None else index * self.nics // len(self.devices)
 
     def group_of(self, index: int) -> int | None:
         """Index of the fast group that a device is in."""
@@ -566,6 +579,20 @@ class Cluster(Document):
                     found[link] = None
         return tuple(found)
 
+    def joined(self, a: Device, b: Device) -> bool:
+        """Whether a link joins two different devices."""
+        inside = a.node == b.node and self._inside(a.node, a.index, b.index, 1) is not None
+        return inside or self._between(a.node, b.node, a.type, b.type, 1) is not None
+
+    @property
+    @cached
+    def complete(self) -> bool:
+        """Whether a link joins any two devices."""
+        ends = {(self._class_of()[device.node], device.type): device for device in reversed(self.devices)}
+        others = {(self._class_of()[device.node], device.type): device for device in self.devices}
+        pairs = [(a, b) for a in ends.values() for b in others.values() if a != b]
+        return all(self.joined(a, b) for a, b in pairs)
+
     def _inside(self, index: int, i: int, j: int, devices: int) -> Link | None:
         node = self.nodes[index]
         group = node.group_of(i)
@@ -574,25 +601,22 @@ class Cluster(Document):
         return node.link or self._between(index, index, node.devices[i], node.devices[j], devices)
 
     @cached
-    def parts(self) -> tuple[tuple[int, ...], ...]:
-        """Node indices of each part of the network whose nodes all reach one another."""
-        classes = self._classes()
-        seen: list[tuple[int, ...]] = []
-        left = set(range(len(self.nodes)))
-        while left:
-            part, todo = set(), [min(left)]
-            while todo:
-                a = todo.pop()
-                part.add(a)
-                left.discard(a)
-                for members in classes:
-                    b = next((m for m in members if m in left), None)
-                    types = [self.nodes[i].devices[0] for i in (a, b) if i is not None]
-                    if b is not None and self._between(a, b, types[0], types[1], 1) is not None:
-                        todo += [m for m in members if m in left]
-                        left -= set(members)
-            seen.append(tuple(sorted(part)))
-        return tuple(seen)
+    def cliques(self) -> tuple[tuple[int, ...], ...]:
+        """Node indices of each largest group of nodes whose devices all reach one another, at most `MOST_CLIQUES`."""
+        import networkx
+
+        graph: networkx.Graph[int] = networkx.Graph()
+        graph.add_nodes_from(range(len(self.nodes)))
+        on_node: dict[int, list[Device]] = {}
+        for device in self.devices:
+            alike = on_node.setdefault(device.node, [])
+            if all(other.type != device.type for other in alike):
+                alike.append(device)
+        for a, b in combinations(on_node, 2):
+            if all(self.joined(x, y) for x in on_node[a] for y in on_node[b]):
+                graph.add_edge(a, b)
+        found = sorted(tuple(sorted(each)) for each in islice(networkx.find_cliques(graph), MOST_CLIQUES))
+        return tuple(sorted(found, key=lambda each: -len(each)))
 
     @cached
     def _class_of(self) -> tuple[int, ...]:

@@ -153,9 +153,12 @@ class Stage:
     recompute
         Layers whose activations are recomputed in the backward pass.
     in_flight
-        Micro-batches held at once (1F1B warm-up depth), min(m, S - s).
+        Micro-batches held at once: min(m, S - s) under 1F1B, more where forwards run ahead to hide transfers. The stage
+        runs one forward fewer before its first forward-backward pair (warm-up).
     forward_s, backward_s, recompute_s, transfer_s
         Seconds per micro-batch; transfers are one way over each of the two cuts.
+    send_s, send_bytes
+        One micro-batch to the next stage, one way; the gradient takes as long back. 0 on the last stage.
     sync_s, update_s
         Gradient ring and optimizer step, seconds per iteration, nothing hidden.
     """
@@ -170,6 +173,8 @@ class Stage:
     backward_s: float
     recompute_s: float = 0.0
     transfer_s: float = 0.0
+    send_s: float = 0.0
+    send_bytes: int = 0
     sync_s: float = 0.0
     update_s: float = 0.0
     memory: StageMemory
@@ -183,7 +188,9 @@ class Stage:
         for name in ("tp", "in_flight"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: {getattr(self, name)} is less than 1")
-        _require_seconds(self, "forward_s", "backward_s", "recompute_s", "transfer_s", "sync_s", "update_s")
+        if self.send_bytes < 0:
+            raise ValueError(f"send_bytes: {self.send_bytes} bytes is negative")
+        _require_seconds(self, "forward_s", "backward_s", "recompute_s", "transfer_s", "send_s", "sync_s", "update_s")
 
     @property
     def num_layers(self) -> int:
@@ -246,12 +253,48 @@ class Block:
     owners
         Stage index in each pipeline.
     gradient_bytes
-        Bytes each rank reduces: those of the layers divided by the smallest tp degree.
+        Bytes each rank reduces: those of the layers divided by the smallest tp degree, without tied weights that are
+        reduced on their own.
+    num_chunks, reduce_s
+        All-reduce calls it takes, and their seconds on the slowest link between its owners when nothing else runs
     """
 
     layers: tuple[int, int]
     owners: tuple[int, ...]
     gradient_bytes: int
+    num_chunks: int = 0
+    reduce_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.num_chunks < 0:
+            raise ValueError(f"num_chunks: {self.num_chunks} calls is negative")
+        _require_seconds(self, "reduce_s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TiedBlock:
+    """Weights that two layers share, held by more than one stage of a pipeline: reduced last, over all their owners.
+
+    Parameters
+    ----------
+    layers
+        The two layers.
+    owners
+        (pipeline, stage) of every holder.
+    gradient_bytes, num_chunks, reduce_s
+        As in `Block`.
+    """
+
+    layers: tuple[int, int]
+    owners: tuple[tuple[int, int], ...]
+    gradient_bytes: int
+    num_chunks: int = 1
+    reduce_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if len(set(self.owners)) < 2:
+            raise ValueError(f"owners: {list(self.owners)} are not at least two stages")
+        _require_seconds(self, "reduce_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,6 +315,8 @@ class Predicted:
         No schedule of these stages is faster.
     one_f_one_b_s
         Slowest pipeline under the 1F1B form with warm-up and cool-down idle.
+    simulated_s
+        Iteration time of `planner.simulate`, which plays every action; None if it was not played.
     model_flops_utilization
         FLOP of the model without recompute over peak FLOP of the devices, if peaks are known.
     tokens_per_s
@@ -288,9 +333,12 @@ class Predicted:
     one_f_one_b_s: float
     model_flops_utilization: float | None = None
     tokens_per_s: float | None = None
+    simulated_s: float | None = None
 
     def __post_init__(self) -> None:
         _require_seconds(self, "iteration_s", "pipeline_s", "sync_s", "update_s", "floor_s", "one_f_one_b_s")
+        if self.simulated_s is not None:
+            _require_seconds(self, "simulated_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -331,6 +379,7 @@ class Plan(Document):
     proved: bool = True
     pipelines: tuple[Pipeline, ...]
     blocks: tuple[Block, ...]
+    tied_blocks: tuple[TiedBlock, ...] = ()
     idle_devices: tuple[str, ...] = ()
     restrictions: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -528,7 +577,7 @@ class Audit:
             return ()
         i, j = stage.layers
         tp, state = stage.tp, self.job.state
-        in_flight = min(pipeline.num_micro_batches, len(pipeline.stages) - s)
+        in_flight = max(stage.in_flight, self._least_in_flight(p, s))
         kinds = [self.kinds[self.layers[l]] for l in range(i, j)]
 
         held, trained, tied = 0, 0, 0
@@ -582,6 +631,10 @@ class Audit:
             Term("context", context, "driver and libraries" + (", with a tp communicator" if tp > 1 else "")),
         )
 
+    def _least_in_flight(self, p: int, s: int) -> int:
+        pipeline = self.plan.pipelines[p]
+        return min(pipeline.num_micro_batches, len(pipeline.stages) - s)
+
     def _sync_buffer(self, kinds: Sequence[LayerKind], tp: int) -> tuple[float, str]:
         """The least the stage needs; a plan may set aside more."""
         if len(self.plan.pipelines) == 1:
@@ -633,6 +686,7 @@ class Audit:
                 found += self._fits(p, s)
             found += self._pipeline(p)
         found += self._blocks()
+        found += self._tied()
         found += self._headline()
         return tuple(found)
 
@@ -735,9 +789,13 @@ class Audit:
         fixed = [l for l in stage.recompute if l < len(self.layers) and not self.kinds[self.layers[l]].recomputable]
         if fixed:
             yield f"{at}: recomputes layers {spans(fixed)}, whose kind {self.layers[fixed[0]]} cannot be recomputed"
-        in_flight = min(pipeline.num_micro_batches, len(pipeline.stages) - s)
-        if stage.in_flight != in_flight:
-            yield f"{at}: in_flight is {stage.in_flight}, 1F1B holds min(m, S - s) = {in_flight}"
+        least, most = self._least_in_flight(p, s), pipeline.num_micro_batches
+        if stage.in_flight < least:
+            yield f"{at}: in_flight is {stage.in_flight}, 1F1B holds min(m, S - s) = {least}"
+        if stage.in_flight > max(most, least):
+            yield f"{at}: in_flight is {stage.in_flight}, there are {most} micro-batches"
+        if s and stage.in_flight > pipeline.stages[s - 1].in_flight:
+            yield f"{at}: in_flight is {stage.in_flight}, the stage before holds {pipeline.stages[s - 1].in_flight}"
         yield from self._measured(p, s)
 
     def _measured(self, p: int, s: int) -> Iterator[str]:
@@ -769,12 +827,24 @@ class Audit:
         least = sum(cut.fastest_s for cut in cuts if cut is not None)
         if stage.transfer_s < least * (1 - RELATIVE_SLACK):
             yield f"{at}: transfer_s is {stage.transfer_s:.6g}, the fastest links need {least:.6g}"
+        yield from self._sends(p, s)
         alone = len(self.plan.pipelines) == 1
         if alone and stage.sync_s > 0 and not any(kind.tied_to for kind in self.kinds.values()):
             yield f"{at}: sync_s is {stage.sync_s:.6g} with a single pipeline"
         trained = [kind for kind in map(self.kinds.get, self.layers[slice(*stage.layers)]) if kind and kind.trainable]
         if not alone and not stage.sync_s and self.job.state.gradients and any(kind.parameters for kind in trained):
             yield f"{at}: sync_s is 0 with {len(self.plan.pipelines)} pipelines"
+
+    def _sends(self, p: int, s: int) -> Iterator[str]:
+        stages, at = self.plan.pipelines[p].stages, self._at(p, s)
+        stage, received_s = stages[s], stages[s - 1].send_s if s else 0.0
+        if not _close(stage.transfer_s, received_s + stage.send_s):
+            yield f"{at}: transfer_s is {stage.transfer_s:.6g}, its cuts take {received_s:.6g} and {stage.send_s:.6g}"
+        cut = self.hand_over(p, s) if s + 1 < len(stages) else None
+        if cut is not None and abs(stage.send_bytes - cut.nbytes) > 1:
+            yield f"{at}: send_bytes is {stage.send_bytes}, layer {stage.layers[1]} takes {cut.nbytes:.0f}"
+        if cut is not None and not _within(stage.send_s, cut.fastest_s, cut.slowest_s):
+            yield (f"{at}: send_s is {stage.send_s:.6g}, links need {cut.fastest_s:.6g} to {cut.slowest_s:.6g} for it")
 
     def _fits(self, p: int, s: int) -> Iterator[str]:
         stage, at = self.plan.pipelines[p].stages[s], self._at(p, s)
@@ -838,15 +908,77 @@ class Audit:
         if list(block.owners) != owners:
             yield f"block [{i}, {j}): its owners are stages {owners}, not {list(block.owners)}"
         per_parameter, tau = self.job.state.gradients, self.plan.min_tp
-        trained = [kind for kind in (self.kinds[name] for name in self.layers[i:j]) if kind.trainable]
-        most = sum(kind.parameters for kind in trained) * per_parameter / tau
-        least = most - sum(kind.tied_parameters for kind in trained) * per_parameter / tau
-        slack = BYTES_SLACK + RELATIVE_SLACK * most
-        if not least - slack <= block.gradient_bytes <= most + slack:
+        elsewhere = self._tied_elsewhere()
+        trained = [(l, self.kinds[self.layers[l]]) for l in range(i, j) if self.kinds[self.layers[l]].trainable]
+        total = sum(kind.parameters - elsewhere.get(l, 0) for l, kind in trained) * per_parameter / tau
+        if abs(block.gradient_bytes - total) > BYTES_SLACK + RELATIVE_SLACK * total:
             yield (
                 f"block [{i}, {j}): gradient_bytes is {block.gradient_bytes}, its parameters over {tau} "
-                f"{'shard' if tau == 1 else 'shards'} are {most:.0f}"
+                f"{'shard' if tau == 1 else 'shards'} are {total:.0f}"
             )
+        holders = [(p, s) for p, s in enumerate(owners) if s >= 0]
+        yield from self._reduced(f"block [{i}, {j})", holders, block.gradient_bytes, block.num_chunks, block.reduce_s)
+
+    def _tied_pairs(self) -> Iterator[tuple[tuple[int, int], list[tuple[int, int]], LayerKind]]:
+        """The two layers of each tied weight, the (pipeline, stage) of all who hold it, and the later layer's kind."""
+        for l, name in enumerate(self.layers):
+            kind = self.kinds[name]
+            if kind.tied_to is None or not kind.trainable or not self.job.state.gradients:
+                continue
+            pair = (self.layers.index(kind.tied_to), l)
+            holders = [
+                (p, s)
+                for p, pipeline in enumerate(self.plan.pipelines)
+                for s, stage in enumerate(pipeline.stages)
+                if any(stage.layers[0] <= end < stage.layers[1] for end in pair)
+            ]
+            yield pair, holders, kind
+
+    def _tied_elsewhere(self) -> dict[int, int]:
+        """Parameters of a layer that its own block does not reduce: another layer's block, or a tied one, does."""
+        out = {}
+        for pair, holders, kind in self._tied_pairs():
+            alone = len(holders) > len(self.plan.pipelines)
+            out.update(dict.fromkeys(pair if alone else pair[1:], kind.tied_parameters))
+        return out
+
+    def _tied(self) -> Iterator[str]:
+        """Weights of two layers: reduced on their own where a pipeline has the two on different stages."""
+        for pair, holders, kind in self._tied_pairs():
+            l = pair[1]
+            found = [block for block in self.plan.tied_blocks if block.layers == pair]
+            if len(holders) == len(self.plan.pipelines):
+                continue
+            if len(found) != 1 or sorted(found[0].owners) != sorted(holders):
+                yield f"layers {pair[0]} and {pair[1]} share weights held by {holders}, tied_blocks does not say so"
+                continue
+            tau, nbytes = self.plan.min_tp, kind.tied_parameters * self.job.state.gradients
+            if abs(found[0].gradient_bytes - nbytes / tau) > BYTES_SLACK:
+                yield f"tied weights of layer {l}: gradient_bytes is {found[0].gradient_bytes}, not {nbytes / tau:.0f}"
+            what = f"tied weights of layers {pair[0]} and {pair[1]}"
+            yield from self._reduced(what, holders, found[0].gradient_bytes, found[0].num_chunks, found[0].reduce_s)
+
+    def _reduced(
+        self, what: str, holders: Sequence[tuple[int, int]], nbytes: int, calls: int, stored_s: float
+    ) -> Iterator[str]:
+        """An all-reduce takes what a ring takes on some link between its owners."""
+        names = [self.plan.pipelines[p].stages[s].devices[0] for p, s in holders]
+        if not set(names) <= set(self.devices) or len(set(names)) < len(names):
+            return
+        n = len(names)
+        if n < 2 or not nbytes:
+            if stored_s:
+                yield f"{what}: reduce_s is {stored_s:.6g} with nothing to reduce"
+            return
+        if calls < 1:
+            yield f"{what}: num_chunks is {calls}, {nbytes} bytes between {n} owners take at least one call"
+            return
+        per_step = nbytes / calls / n
+        links = {self.cluster.link(self.devices[a], self.devices[b]) for a in names for b in names if a != b}
+        steps = [calls * 2 * (n - 1) * float(link.seconds(per_step)) for link in links]
+        # Calls of unequal size are within twice what equal ones take.
+        if not min(steps) / 2 <= stored_s <= max(steps) * 2:
+            yield f"{what}: reduce_s is {stored_s:.6g}, rings of {n} take {min(steps):.6g} to {max(steps):.6g}"
 
     def _headline(self) -> Iterator[str]:
         plan, predicted = self.plan, self.plan.predicted
@@ -896,6 +1028,10 @@ class Audit:
                 f"predicted.sync_s and update_s are {tail:.6g} together, "
                 f"the stages' own lie between {least:.6g} and {most:.6g}"
             )
+
+
+def _within(value: float, least: float, most: float) -> bool:
+    return least * (1 - RELATIVE_SLACK) <= value <= most * (1 + RELATIVE_SLACK)
 
 
 def _figures(cell: Cell) -> tuple[float, ...]:
@@ -1110,6 +1246,8 @@ def _printed(plan: Plan) -> Iterator[str]:
         f"as 1F1B {seconds(predicted.one_f_one_b_s)}",
     ]
     yield from wrapped("bounds", ", ".join(bounds))
+    if predicted.simulated_s is not None:
+        yield from wrapped("simulated", _simulated(plan))
     groups = grouped(plan)
     yield from wrapped("batch", f"{_number(batch, 'sample')} = " + " + ".join(_share(plan, *group) for group in groups))
     yield ""
@@ -1125,6 +1263,18 @@ def _printed(plan: Plan) -> Iterator[str]:
         yield ""
     for label, text in notes:
         yield from wrapped(label, text)
+
+
+def _simulated(plan: Plan) -> str:
+    predicted = plan.predicted
+    assert predicted.simulated_s is not None
+    words = f"{seconds(predicted.simulated_s)} per iteration ({predicted.simulated_s / predicted.iteration_s - 1:+.1%})"
+    ahead = sum(
+        stage.in_flight > min(pipeline.num_micro_batches, len(pipeline.stages) - s)
+        for pipeline in plan.pipelines
+        for s, stage in enumerate(pipeline.stages)
+    )
+    return words + (f"; forwards run ahead on {_number(ahead, 'stage')} to hide transfers" if ahead else "")
 
 
 def _share(plan: Plan, letter: str, members: Sequence[int]) -> str:

@@ -158,10 +158,9 @@ class Question:
 
     def parts(self) -> Iterator[Question]:
         """The whole, then what may do better alone: device types, nodes and islands, where the rest slows their rings
-        or hand-overs down. Only the parts of a network whose nodes do not all reach one another."""
-        separate = self.cluster.parts()
-        if len(separate) > 1:
-            for members in separate:
+        or hand-overs down. Where nodes do not all reach one another, the groups that do."""
+        if not self.cluster.complete:
+            for members in self.cluster.cliques():
                 yield from self._of_nodes([self.cluster.nodes[index].name for index in members])
             return
         yield self

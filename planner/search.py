@@ -139,6 +139,8 @@ def _search_all(question: Question, best: _Best, clock: Clock) -> float | None:
     """Search the whole and its parts under pessimistic and optimistic links; the optimum of all plans if that was
     proved."""
     proved: float | None = None
+    if not question.cluster.complete:
+        best.restrictions.add("only nodes that all reach one another are used together")
     for part in question.parts():
         floor = bound.work_bound(part)
         if part is not question and floor >= best.limit_s:

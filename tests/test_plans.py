@@ -28,6 +28,7 @@ from planner.plans import (
     Provenance,
     Stage,
     StageMemory,
+    TiedBlock,
     grouped,
     memory_bar,
     places,
@@ -122,6 +123,8 @@ def plan() -> Plan:
         forward_s=0.0558,  # 1.8 (1 + 3 x 10)
         backward_s=0.1116,
         transfer_s=0.003,  # one way over the right cut: 1 ms + 2 MB / 1 GB/s
+        send_s=0.003,
+        send_bytes=2 * MB,
         sync_s=0.005,
         update_s=0.007,  # 1 + 3 x 2
         memory=memory(
@@ -192,8 +195,14 @@ def plan() -> Plan:
         cluster_name="two",
         pipelines=pipelines,
         blocks=(
-            Block(layers=(0, 4), owners=(0, 0), gradient_bytes=280 * MB),
-            Block(layers=(4, 6), owners=(1, 0), gradient_bytes=120 * MB),
+            # (70 - 10 tied) M x 4 bytes inside n0: 4 x 2 (0.1 + 2.5 ms) + 2 (0.1 + 2 ms)
+            Block(layers=(0, 4), owners=(0, 0), gradient_bytes=240 * MB, num_chunks=5, reduce_s=0.025),
+            # (30 - 10 tied) M x 4 bytes between the nodes: 2 (1 + 25 ms) + 2 (1 + 15 ms)
+            Block(layers=(4, 6), owners=(1, 0), gradient_bytes=80 * MB, num_chunks=2, reduce_s=0.084),
+        ),
+        tied_blocks=(
+            # 10 M x 4 bytes over three owners: 4 (1 + 13.3 ms)
+            TiedBlock(layers=(0, 5), owners=((0, 0), (0, 1), (1, 0)), gradient_bytes=40 * MB, reduce_s=0.0573),
         ),
         predicted=Predicted(
             iteration_s=0.6902,
@@ -322,6 +331,17 @@ DAMAGE: dict[str, tuple[Callable[[], Plan], str]] = {
         lambda: with_stage(0, 0, transfer_s=0.001),
         "transfer_s is 0.001, the fastest links need 0.003",
     ),
+    "send too fast": (
+        lambda: with_stage(0, 0, send_s=0.001),
+        "transfer_s is 0.003, its cuts take 0 and 0.001",
+    ),
+    "send off the links": (
+        lambda: with_stage(0, 0, send_s=0.002, transfer_s=0.002),
+        "send_s is 0.002, links need 0.003 to 0.003 for it",
+    ),
+    "fewer bytes sent": (lambda: with_stage(0, 0, send_bytes=MB), "send_bytes is 1000000, layer 4 takes 2000000"),
+    "more in flight than micro-batches": (lambda: with_stage(0, 0, in_flight=4), "in_flight is 4, there are 3"),
+    "later stage ahead": (lambda: with_stage(0, 1, in_flight=3), "in_flight is 3, the stage before holds 2"),
     "micro-batch never measured": (
         lambda: with_pipeline(0, micro_batch=3, num_micro_batches=2),
         "no time of kind embedding at micro-batch 3 (measured at 1, 2)",
@@ -342,6 +362,19 @@ DAMAGE: dict[str, tuple[Callable[[], Plan], str]] = {
     "block bytes": (
         lambda: replace(plan(), blocks=(replace(plan().blocks[0], gradient_bytes=140 * MB), plan().blocks[1])),
         "block [0, 4): gradient_bytes is 140000000",
+    ),
+    "reduction too fast": (
+        lambda: replace(plan(), blocks=(plan().blocks[0], replace(plan().blocks[1], reduce_s=0.02))),
+        "block [4, 6): reduce_s is 0.02, rings of 2 take 0.084 to 0.084",
+    ),
+    "reduction without a call": (
+        lambda: replace(plan(), blocks=(plan().blocks[0], replace(plan().blocks[1], num_chunks=0))),
+        "block [4, 6): num_chunks is 0",
+    ),
+    "tied weights not reduced": (lambda: replace(plan(), tied_blocks=()), "layers 0 and 5 share weights held by"),
+    "tied weights of other bytes": (
+        lambda: replace(plan(), tied_blocks=(replace(plan().tied_blocks[0], gradient_bytes=20 * MB),)),
+        "tied weights of layer 5: gradient_bytes is 20000000, not 40000000",
     ),
     "iteration beautified": (lambda: with_predicted(iteration_s=0.6762), "its terms add up to 0.6902"),
     "slowest pipeline hidden": (lambda: with_predicted(pipeline_s=0.632), "the slowest pipeline takes 0.6762"),
