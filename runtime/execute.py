@@ -1,0 +1,389 @@
+"""Runs a stage's action list as written, over point-to-point transfers.
+
+Actions run one at a time, in order. A receive is posted ahead of the action that needs it, a send goes on beside the
+computing that follows, so that transfers hide behind arithmetic. What stages hand over is a tuple of tensors whose
+shapes and precision are agreed at load and checked before every send: a short message would arrive silently in a
+larger buffer, a long one would end the process.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from planner.schedule import Action, Kind
+from runtime.groups import Disconnected, Groups, RankFailed, communication
+from runtime.layout import Layout, Place
+from runtime.model import Model, Stage, Tensors, as_tuple
+from runtime.reduce import Reducer
+
+TAGS_PER_MESSAGE = 32  # most tensors in one hand-over, times two directions
+AHEAD = 1  # receives posted beyond the one that is needed now
+
+
+class Shape(NamedTuple):
+    """One tensor of a hand-over."""
+
+    size: tuple[int, ...]
+    dtype: torch.dtype
+    differentiable: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Shape:
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.is_floating_point())
+
+
+Boundary = tuple[Shape, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """An action as it ran: seconds from the start of the step."""
+
+    action: Action
+    start_s: float
+    end_s: float
+
+
+@dataclass(slots=True)
+class _Message:
+    """A hand-over under way: buffers, and the requests that fill or empty them."""
+
+    tensors: list[Tensor | None]
+    works: list[Any]
+
+    def wait(self) -> None:
+        with communication():
+            for work in self.works:
+                work.wait()
+
+    @property
+    def done(self) -> bool:
+        return all(work.is_completed() for work in self.works)
+
+
+class Wire:
+    """Transfers between a process and one neighbouring stage.
+
+    Both stages' tp ranks hold whole activations. Each process receives from one of the other stage's, and sends to those
+    that receive from it. gloo keeps messages apart by tag. NCCL has no tags and one queue per communicator, so there each
+    direction of each pair of processes has a group of its own.
+
+    Parameters
+    ----------
+    source
+        Rank it receives from.
+    targets
+        Ranks it sends to.
+    """
+
+    def __init__(self, rank: int, source: int, targets: Sequence[int], groups: Groups, device: torch.device) -> None:
+        self.source, self.targets, self.device = source, tuple(targets), device
+        self.inward = _pair_group(groups, source, rank)
+        self.outward = [_pair_group(groups, rank, target) for target in targets]
+
+    def send(self, tensors: Sequence[Tensor | None], index: int, backward: bool) -> _Message:
+        with communication():
+            works = [
+                dist.isend(_bytes(tensor), target, group=group, tag=self._tag(index, backward, k))
+                for target, group in zip(self.targets, self.outward, strict=True)
+                for k, tensor in enumerate(tensors)
+                if tensor is not None
+            ]
+        return _Message(list(tensors), works)
+
+    def receive(self, boundary: Boundary, index: int, backward: bool) -> _Message:
+        buffers: list[Tensor | None] = [
+            torch.empty(shape.size, dtype=shape.dtype, device=self.device)
+            if shape.differentiable or not backward
+            else None
+            for shape in boundary
+        ]
+        with communication():
+            works = [
+                dist.irecv(_bytes(buffer), self.source, group=self.inward, tag=self._tag(index, backward, k))
+                for k, buffer in enumerate(buffers)
+                if buffer is not None
+            ]
+        return _Message(buffers, works)
+
+    @staticmethod
+    def _tag(index: int, backward: bool, k: int) -> int:
+        return (2 * index + backward) * TAGS_PER_MESSAGE + k
+
+
+class Executor:
+    """One stage of a pipeline, playing its actions.
+
+    Parameters
+    ----------
+    actions
+        This process's list; F, B, and transfers, reductions and update as marks of their place.
+    arrives, leaves
+        What the stage takes from the one before and hands to the one after; empty at the ends of the pipeline.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        place: Place,
+        stage: Stage,
+        model: Model,
+        actions: Sequence[Action],
+        reducer: Reducer,
+        wires: tuple[Wire | None, Wire | None],
+        boundaries: tuple[Boundary, Boundary],
+        device: torch.device,
+    ) -> None:
+        split = next((action for action in actions if action.kind in (Kind.I, Kind.W)), None)
+        if split is not None:
+            raise ValueError(f"{split}: this engine runs whole backward passes; use engine 'torch' for split ones")
+        self.layout, self.place, self.stage, self.model = layout, place, stage, model
+        self.actions = [action for action in actions if action.kind in (Kind.F, Kind.B)]
+        self.reducer, self.device = reducer, device
+        self.before, self.after = wires
+        self.arrives, self.leaves = boundaries
+        self.num_micro_batches = layout.pipeline(place).num_micro_batches
+        self.trace: list[Played] = []
+        self.on_action: Callable[[Action], None] | None = None
+
+    def run(self, inputs: Sequence[Tensors], targets: Sequence[Any], scale: float) -> Tensor:
+        """All micro-batches forward and backward; returns the loss, summed and scaled, where this is the last stage.
+
+        Parameters
+        ----------
+        inputs, targets
+            Per micro-batch; looked at on the first and the last stage.
+        scale
+            One over the tokens of the global batch.
+        """
+        flow = _Flow(self)
+        clock = _Clock(self.device)
+        loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        held: dict[int, tuple[Tensors, Tensors]] = {}
+        last = [action for action in self.actions if action.kind == Kind.B][-1]
+        for n, action in enumerate(self.actions):
+            try:
+                if self.on_action is not None:
+                    self.on_action(action)
+                flow.post(n)
+                k = _index(action)
+                if action.kind == Kind.F:
+                    x = inputs[k] if self.before is None else flow.arrived(action)
+                    began = clock.now()
+                    held[k] = x, self._forward(x, None if self.after is not None else targets[k], scale, loss)
+                    ended = clock.now()
+                    if self.after is not None:
+                        flow.send(self.after, [tensor.detach() for tensor in held[k][1]], k, backward=False)
+                else:
+                    gradient = flow.arrived(action) if self.after is not None else None
+                    began = clock.now()
+                    x, y = held.pop(k)
+                    if action == last:
+                        self.reducer.arm()
+                    self._backward(y, gradient)
+                    ended = clock.now()
+                    if self.before is not None:
+                        flow.send(self.before, [_gradient(tensor) for tensor in x], k, backward=True)
+                    del x, y, gradient
+            except Disconnected as error:
+                raise RankFailed(self._failure(action, error)) from None
+            clock.keep(action, began, ended)
+        try:
+            flow.finish()
+        except Disconnected as error:
+            raise RankFailed(self._failure(self.actions[-1], error)) from None
+        self.trace = clock.played()
+        return loss
+
+    def _forward(self, x: Tensors, targets: Any, scale: float, loss: Tensor) -> Tensors:
+        y = self.stage(*x)
+        if self.after is not None:
+            y = as_tuple(y)
+            shapes = tuple(Shape.of(tensor) for tensor in y)
+            if shapes != self.leaves:
+                raise ValueError(
+                    f"{self.place}: hands over {_words(shapes)}, agreed at load was {_words(self.leaves)}; shapes may not"
+                    " change between micro-batches or steps"
+                )
+            return y
+        out = self.model.loss(y, targets) * scale
+        loss += out.detach()
+        return (out,)
+
+    @staticmethod
+    def _backward(y: Tensors, gradient: Sequence[Tensor | None] | None) -> None:
+        if gradient is None:
+            y[0].backward()
+            return
+        pairs = [(out, grad) for out, grad in zip(y, gradient, strict=True) if grad is not None and out.requires_grad]
+        torch.autograd.backward([out for out, _ in pairs], [grad for _, grad in pairs])
+
+    def _failure(self, action: Action, error: Disconnected) -> str:
+        wires = [wire for wire in (self.before, self.after) if wire is not None]
+        peers = " or ".join(str(self.layout.places[wire.source]) for wire in wires) or "the other owners of its layers"
+        return f"{self.place} at {action}: no answer from {peers}: {error}"
+
+
+class _Flow:
+    """Messages of one step: receives posted ahead in the order of the actions, sends kept until they are gone."""
+
+    def __init__(self, executor: Executor) -> None:
+        self.executor = executor
+        self.sends: list[_Message] = []
+        self.waiting: dict[Action, _Message] = {}
+        self.needed = [
+            [action for action in executor.actions if action.kind == Kind.F] if executor.before is not None else [],
+            [action for action in executor.actions if action.kind == Kind.B] if executor.after is not None else [],
+        ]
+        self.posted = [0, 0]
+
+    def post(self, n: int) -> None:
+        """Receives for action n and, of each direction, `AHEAD` beyond what was needed so far."""
+        executor = self.executor
+        for backward, kind in enumerate((Kind.F, Kind.B)):
+            wanted, wire = self.needed[backward], executor.after if backward else executor.before
+            if wire is None:
+                continue
+            so_far = sum(action.kind == kind for action in executor.actions[: n + 1])
+            boundary = executor.leaves if backward else executor.arrives
+            while self.posted[backward] < min(so_far + AHEAD, len(wanted)):
+                action = wanted[self.posted[backward]]
+                self.waiting[action] = wire.receive(boundary, _index(action), bool(backward))
+                self.posted[backward] += 1
+
+    def arrived(self, action: Action) -> Tensors:
+        """The tensors an action needs, once they are here."""
+        message = self.waiting.pop(action)
+        message.wait()
+        if action.kind == Kind.B:
+            return tuple(message.tensors)  # type: ignore[arg-type]  # None where no gradient flows
+        for tensor, shape in zip(message.tensors, self.executor.arrives, strict=True):
+            assert tensor is not None
+            tensor.requires_grad_(shape.differentiable)
+        return tuple(message.tensors)  # type: ignore[arg-type]
+
+    def send(self, wire: Wire, tensors: Sequence[Tensor | None], index: int, backward: bool) -> None:
+        """Start a hand-over, and let go of those that are done."""
+        self.sends.append(wire.send([None if t is None else t.contiguous() for t in tensors], index, backward))
+        while self.sends and self.sends[0].done:
+            self.sends.pop(0).wait()
+
+    def finish(self) -> None:
+        """Wait for the last sends."""
+        for message in self.sends:
+            message.wait()
+
+
+class _Clock:
+    """Times of actions, from the host on a CPU, from events on a GPU, which run behind the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        self.rows: list[tuple[Action, Any, Any]] = []
+        self.zero = self.now()
+
+    def now(self) -> Any:
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def keep(self, action: Action, began: Any, ended: Any) -> None:
+        self.rows.append((action, began, ended))
+
+    def played(self) -> list[Played]:
+        if self.cuda:
+            torch.cuda.synchronize()
+        return [Played(action, self._since(began), self._since(ended)) for action, began, ended in self.rows]
+
+    def _since(self, mark: Any) -> float:
+        return float(self.zero.elapsed_time(mark)) / 1e3 if self.cuda else mark - self.zero
+
+
+def wires(layout: Layout, place: Place, groups: Groups, device: torch.device) -> tuple[Wire | None, Wire | None]:
+    """To the stage before and the stage after."""
+    found: list[Wire | None] = []
+    for other in (place.stage - 1, place.stage + 1):
+        if not 0 <= other < len(layout.pipeline(place).stages):
+            found.append(None)
+            continue
+        mine, theirs = layout.unit(place.pipeline, place.stage), layout.unit(place.pipeline, other)
+        targets = [rank for t, rank in enumerate(theirs) if t % len(mine) == place.tp_rank]
+        found.append(Wire(place.rank, theirs[place.tp_rank % len(theirs)], targets, groups, device))
+    return found[0], found[1]
+
+
+def create_pairs(layout: Layout, groups: Groups) -> None:
+    """With NCCL, a group for each two processes of neighbouring stages and each direction; gloo needs none."""
+    if dist.get_backend() != "nccl":
+        return
+    pairs = []
+    for p, pipeline in enumerate(layout.plan.pipelines):
+        for s in range(len(pipeline.stages) - 1):
+            a, b = layout.unit(p, s), layout.unit(p, s + 1)
+            pairs += [(x, y) for x in a for y in b]
+    groups.create([pair if pair[0] < pair[1] else pair[::-1] for pair in pairs], "up")
+    groups.create([pair if pair[0] < pair[1] else pair[::-1] for pair in pairs], "down")
+
+
+def _pair_group(groups: Groups, sender: int, receiver: int) -> Any:
+    if dist.get_backend() != "nccl":
+        return None
+    return groups.of((min(sender, receiver), max(sender, receiver)), "up" if sender < receiver else "down")
+
+
+def agree(
+    place: Place, stage: Stage, sample: Tensors | None, to: tuple[Wire | None, Wire | None]
+) -> tuple[Boundary, Boundary]:
+    """Shapes of what arrives and leaves, worked out once along the pipeline with one micro-batch, before any step.
+
+    Parameters
+    ----------
+    sample
+        Input of a micro-batch, on the first stage.
+    """
+    before, after = to
+    arrives: Boundary = ()
+    if before is not None:
+        found: list[Any] = [None]
+        dist.recv_object_list(found, src=before.source)
+        arrives = found[0]
+        sample = tuple(torch.zeros(shape.size, dtype=shape.dtype, device=before.device) for shape in arrives)
+    if after is None:
+        return arrives, ()
+    assert sample is not None
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        leaves = tuple(Shape.of(tensor) for tensor in as_tuple(stage(*sample)))
+    if len(leaves) > TAGS_PER_MESSAGE:
+        raise ValueError(f"{place}: hands over {len(leaves)} tensors, at most {TAGS_PER_MESSAGE} are supported")
+    for target in after.targets:
+        dist.send_object_list([leaves], dst=target)
+    return arrives, leaves
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Truth values travel as bytes: gloo knows no bool."""
+    return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
+
+
+def _index(action: Action) -> int:
+    assert action.index is not None
+    return action.index
+
+
+def _gradient(tensor: Tensor) -> Tensor | None:
+    if not tensor.is_floating_point():
+        return None
+    return tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
+
+
+def _words(shapes: Boundary) -> str:
+    return ", ".join(f"{list(shape.size)} {str(shape.dtype).removeprefix('torch.')}" for shape in shapes) or "nothing"
