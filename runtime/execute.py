@@ -71,9 +71,9 @@ class _Message:
 class Wire:
     """Transfers between a process and one neighbouring stage.
 
-    Both stages' tp ranks hold whole activations. Each process receives from one of the other stage's, and sends to those
-    that receive from it. gloo keeps messages apart by tag. NCCL has no tags and one queue per communicator, so there each
-    direction of each pair of processes has a group of its own.
+    Both stages' tp ranks hold whole activations. Each process receives from one of the other stage's, and sends to
+    those that receive from it. gloo keeps messages apart by tag. NCCL has no tags and one queue per communicator, so
+    there each direction of each pair of processes has a group of its own.
 
     Parameters
     ----------
@@ -209,8 +209,8 @@ class Executor:
             shapes = tuple(Shape.of(tensor) for tensor in y)
             if shapes != self.leaves:
                 raise ValueError(
-                    f"{self.place}: hands over {_words(shapes)}, agreed at load was {_words(self.leaves)}; shapes may not"
-                    " change between micro-batches or steps"
+                    f"{self.place}: hands over {_words(shapes)}, agreed at load was {_words(self.leaves)}; shapes may"
+                    " not change between micro-batches or steps"
                 )
             return y
         out = self.model.loss(y, targets) * scale

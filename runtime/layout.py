@@ -64,7 +64,7 @@ class Layout:
             if len(degrees) > 1:
                 raise ValueError(
                     f"layers {block.layers[0]} to {block.layers[1] - 1} run at tp {sorted(degrees)} in different"
-                    " pipelines; the runtime reduces gradients between equal shards only (set the job's tp to one degree)"
+                    " pipelines; the runtime reduces gradients between equal shards only (give the job one tp degree)"
                 )
 
     @cached_property

@@ -45,8 +45,8 @@ class Model:
     tied
         Two parameters that are one: of an early layer, and of a later one.
     parallelize
-        (layer, its index, device mesh) -> shards the layer over a tp group, by `parallelize_module`, say. Needed for plans
-        with tp > 1.
+        (layer, its index, device mesh) -> shards the layer over a tp group, by `parallelize_module`, say. Needed for
+        plans with tp > 1.
     """
 
     num_layers: int

@@ -128,7 +128,7 @@ class Reducer:
     # Setting up
 
     def _members(self, stage: Stage) -> Iterator[tuple[Shared, list[list[Named]]]]:
-        """What this process reduces, in order: parameters by layer, last layer first, without those shared elsewhere."""
+        """What this process reduces, in order: parameters by layer, last layer first, tied ones on their own."""
         here = (self.place.pipeline, self.place.stage)
         mine = [shared for shared in self.layout.shared(self.place.tp_rank) if here in shared.owners]
         tied = {name for shared in mine if shared.tied for name, _ in _tied_parameters(stage, shared)}

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from planner import schedule as schedules
 from planner.plans import Plan
@@ -24,7 +24,7 @@ from planner.schedule import Schedule
 from runtime import execute
 from runtime.execute import Executor, Played
 from runtime.groups import Disconnected, Groups, RankFailed, communication
-from runtime.layout import Layout, Place
+from runtime.layout import Layout
 from runtime.model import Model, Stage, Tensors, as_tuple
 from runtime.reduce import Reducer, total_norm
 
@@ -163,8 +163,8 @@ class Trainer:
         Parameters
         ----------
         inputs, targets
-            Those of this pipeline's `samples`, along the first dimension; a tensor or a tuple. Inputs on the first stage,
-            targets on the last; others may leave them out.
+            Those of this pipeline's `samples`, along the first dimension; a tensor or a tuple. Inputs on the first
+            stage, targets on the last; others may leave them out.
 
         Raises
         ------
@@ -236,8 +236,8 @@ class Trainer:
             return None
         if self.model.parallelize is None:
             raise ValueError(
-                f"the plan has stages of tp {max(s.tp for s in self.plan.stages)}, and the model says no way to shard its"
-                " layers (Model.parallelize)"
+                f"the plan has stages of tp {max(s.tp for s in self.plan.stages)}, and the model says no way to shard"
+                " its layers (Model.parallelize)"
             )
         from torch.distributed.device_mesh import DeviceMesh
 
@@ -343,6 +343,3 @@ def _together(layout: Layout, tied: tuple[int, int]) -> bool:
         any(stage.layers[0] <= tied[0] and tied[1] < stage.layers[1] for stage in pipeline.stages)
         for pipeline in layout.plan.pipelines
     )
-
-
-__all__ = ["RankFailed", "Result", "Trainer", "adamw", "Tensor"]

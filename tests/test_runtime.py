@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from ranks import cross_entropy, make_batch, make_model, make_plan, start
 from torch import Tensor
 
 from planner.plans import Plan
 from runtime import Trainer
 from runtime.model import Stage, as_tuple
-from ranks import cross_entropy, make_batch, make_model, make_plan, start
 
 STEPS, LAYERS, TOLERANCE = 5, 10, 1e-12
 Weights = dict[str, Tensor]
@@ -99,7 +100,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("plan", SHAPES.values(), ids=SHAPES.keys())
 def test_every_shape_of_plan_equals_one_process(plan: Plan) -> None:
-    """float64: loss, gradients, norm and weights after 5 clipped AdamW steps within 1e-12; replicas equal in every bit."""
+    """float64: loss, gradients, norm and weights after 5 clipped AdamW steps within 1e-12; replicas bit-identical."""
     agrees(plan)
 
 
@@ -151,7 +152,7 @@ def random_plan(seed: int) -> tuple[Plan, dict[str, Any]]:
             break
         depth = draw.randint(1, min(4, 8 - used))
         cuts = [0, *sorted(draw.sample(range(1, LAYERS), depth - 1)), LAYERS]
-        pipelines.append(([b - a for a, b in zip(cuts, cuts[1:])], draw.randint(1, 5)))
+        pipelines.append(([b - a for a, b in pairwise(cuts)], draw.randint(1, 5)))
     count = sum(len(split) for split, _ in pipelines)
     order = draw.sample(range(count), count)
     tied = draw.random() < 0.4
