@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from planner import cost, data_split
@@ -135,6 +135,33 @@ def _evaluate(question: Question, candidate: Candidate, by_stage: bool) -> Found
             )
         )
     return Found(question, candidate, tuple(pipelines), _predict(question, pipelines, hand_overs, sync))
+
+
+def ahead(found: Found) -> Found | None:
+    """The same with 2 (S - 1 - s) forwards in warm-up instead of S - 1 - s, as far as memory allows; None if nowhere.
+
+    A stage then waits less for the round trip to its neighbour and holds more micro-batches. What it recomputes stays.
+    """
+    margin = found.question.job.memory_margin
+    pipelines = tuple(_ahead(pipeline, margin) for pipeline in found.pipelines)
+    return None if pipelines == found.pipelines else replace(found, pipelines=pipelines)
+
+
+def _ahead(pipeline: Pipeline, margin: float) -> Pipeline:
+    stages: list[Stage] = []
+    most = pipeline.num_micro_batches  # no stage holds more than the one before
+    for s, stage in enumerate(pipeline.stages):
+        memory, behind = stage.memory, len(pipeline.stages) - 1 - s
+        held = memory.activations + memory.logits
+        spare = (1 - margin) * memory.capacity - memory.total
+        more = math.floor(spare * stage.in_flight / held) if held else most
+        most = max(min(most, 2 * behind + 1, stage.in_flight + max(more, 0)), stage.in_flight)
+        share = most / stage.in_flight
+        memory = replace(
+            memory, activations=math.ceil(memory.activations * share), logits=math.ceil(memory.logits * share)
+        )
+        stages.append(replace(stage, in_flight=most, memory=memory))
+    return replace(pipeline, stages=tuple(stages))
 
 
 class _Sync(NamedTuple):

@@ -5,6 +5,7 @@
     choice     pipelines and micro-batches                                              (data_split)
     plan       chosen units onto nodes, everything recomputed with the true links       (placement, assemble)
     bound      what no plan can beat                                                    (bound)
+    judge      the best few played action by action, the fastest of them taken          (simulate)
 
 Small questions are searched exhaustively: every number of pipelines, every deadline that changes anything, all
 templates, with the (sum, max) points of the chosen ones refined until they are exact. Larger ones restrict the
@@ -15,13 +16,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planner import assemble, bound, cost, data_split, reasons, solver, stage_split
+from planner import assemble, bound, cost, data_split, reasons, simulate, solver, stage_split
 from planner.assemble import Candidate, Chain
 from planner.cluster import Cluster
 from planner.cost import Array, Costs, StageTable
@@ -31,6 +33,8 @@ from planner.plans import Plan
 from planner.profile import ModelProfile
 from planner.question import Clock, Progress, Question, ask
 from planner.stage_split import Ints, Template, Templates, TooManyTemplates
+
+Judge = Literal["simulation", "formula"]
 
 # A question with at most so many devices and templates is searched exhaustively, to this relative precision.
 EXACT_DEVICES = 12
@@ -52,6 +56,10 @@ KEEP = 1.08  # micro-batch sizes and classes whose columns are this near the bes
 ROUGH = 0.02  # left cuts that differ by less than this share of a stage are taken as one
 PART = 1.1  # a part of the cluster is searched if its devices could be so much faster than the best plan
 ALONE = 1.2  # a single pipeline is tried if it may come so near to the best of several
+# Plans so near to the best, and so many beyond those wanted, are played; forwards run ahead where a transfer takes such
+# a share of a stage's arithmetic and where that gains so much.
+RIVAL, RIVALS = 1.02, 3
+SLOW_TRANSFER, AHEAD_GAINS = 0.01, 0.998
 
 
 def plan(
@@ -62,6 +70,7 @@ def plan(
     time_limit: float | None = None,
     progress: Progress | None = None,
     effort: float = 1.0,
+    judge: Judge = "simulation",
 ) -> Plan:
     """The fastest training configuration of a model on a cluster, with a bound on how far from optimal it can be.
 
@@ -80,6 +89,9 @@ def plan(
     effort
         Work, as a multiple of the default: more narrows the gap; below 0.5 deeper pipelines are left out of large
         searches.
+    judge
+        What decides between plans within 2 % of the best: ``simulation``, or the planning ``formula`` that the bound
+        is for.
 
     Raises
     ------
@@ -88,7 +100,7 @@ def plan(
     ValueError
         If profile, cluster and job do not go together.
     """
-    return plans(profile, cluster, job, time_limit=time_limit, progress=progress, effort=effort)[0]
+    return plans(profile, cluster, job, time_limit=time_limit, progress=progress, effort=effort, judge=judge)[0]
 
 
 def plans(
@@ -100,6 +112,7 @@ def plans(
     time_limit: float | None = None,
     progress: Progress | None = None,
     effort: float = 1.0,
+    judge: Judge = "simulation",
 ) -> list[Plan]:
     """The best `top` different plans found, fastest first; parameters as in `plan`."""
     clock = Clock(time_limit=time_limit, progress=progress, effort=effort)
@@ -110,7 +123,30 @@ def plans(
         raise reasons.infeasible(question)
     if lower is None:
         lower = bound.lower_bound(question, best.found[0].time_s, clock, best.hints, effort)
-    return [assemble.to_plan(question, each, lower, clock, sorted(best.restrictions)) for each in best.found]
+    rivals = best.found[:top] if judge == "formula" else best.near
+    made = [_played(question, each, lower, clock, sorted(best.restrictions)) for each in rivals]
+    if judge == "simulation":
+        made.sort(key=lambda plan: plan.predicted.simulated_s or 0.0)
+    return made[:top]
+
+
+def _played(question: Question, found: assemble.Found, lower: float, clock: Clock, restrictions: Sequence[str]) -> Plan:
+    """The plan with its simulated time; forwards run ahead where transfers are slow, memory allows and it helps."""
+    plain = _with_simulated(assemble.to_plan(question, found, lower, clock, restrictions), question.cluster)
+    if all(stage.send_s <= SLOW_TRANSFER * stage.compute_s for stage in plain.stages):
+        return plain
+    further = assemble.ahead(found)
+    if further is None:
+        return plain
+    ahead = _with_simulated(assemble.to_plan(question, further, lower, clock, restrictions), question.cluster)
+    plain_s, ahead_s = plain.predicted.simulated_s, ahead.predicted.simulated_s
+    assert plain_s is not None and ahead_s is not None
+    return ahead if ahead_s < AHEAD_GAINS * plain_s else plain
+
+
+def _with_simulated(plan: Plan, cluster: Cluster) -> Plan:
+    simulated_s = simulate.simulate(plan, cluster).iteration_s
+    return replace(plan, predicted=replace(plan.predicted, simulated_s=simulated_s))
 
 
 @dataclass(slots=True)
@@ -125,14 +161,21 @@ class _Best:
     @property
     def limit_s(self) -> float:
         """A candidate has to be below this."""
-        return self.found[-1].time_s if len(self.found) >= self.top else math.inf
+        return self.found[self.top - 1].time_s if len(self.found) >= self.top else math.inf
+
+    @property
+    def near(self) -> list[assemble.Found]:
+        """Those wanted, and more that are as good as the last of them by all that the planning form can tell."""
+        wanted = self.found[: self.top]
+        return wanted + [each for each in self.found[self.top :] if each.time_s <= RIVAL * wanted[-1].time_s]
 
     def offer(self, question: Question, candidate: Candidate) -> None:
         """Place a candidate on the nodes and keep it if it is among the best."""
         each = assemble.evaluate(question, candidate)
         if each is None or any(each.candidate.chains == other.candidate.chains for other in self.found):
             return
-        self.found = sorted([*self.found, each], key=lambda f: (f.time_s, f.num_pipelines, f.key))[: self.top]
+        self.found = sorted([*self.found, each], key=lambda f: (f.time_s, f.num_pipelines, f.key))
+        del self.found[self.top + RIVALS :]
 
 
 def _search_all(question: Question, best: _Best, clock: Clock) -> float | None:
