@@ -115,7 +115,7 @@ def _plan(case: Case, profile: ModelProfile, folder: Path, runs: int, effort: fl
     """The plan of a case; every run starts from values that have computed nothing yet."""
     job = peers.job(case)
     fresh = iter([(replace(profile), peers.cluster(case, folder)) for _ in range(runs)])
-    measured = common.timed(lambda: plan(*next(fresh), job, effort=effort), runs)
+    measured = common.timed(lambda: plan(*next(fresh), job, effort=effort, judge="formula"), runs)
     measured.value.check(profile, peers.cluster(case, folder), job)
     return measured
 

@@ -78,13 +78,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _row(case: Case, runs: int, time_limit: float) -> tuple[Row, dict[str, Plan]]:
     profile, cluster, job = case.ask()
-    measured = timed(lambda: plan(profile, cluster, job, time_limit=time_limit), runs)
+    measured = timed(lambda: plan(profile, cluster, job, time_limit=time_limit, judge="formula"), runs)
     found = measured.value
     found.check(profile, cluster, job)
     plans = {"": found}
     alike = None
     try:
-        plans["_homogeneous"] = alike = plan(profile, cluster, replace(job, max_classes=1), time_limit=time_limit)
+        plans["_homogeneous"] = alike = plan(
+            profile, cluster, replace(job, max_classes=1), time_limit=time_limit, judge="formula"
+        )
     except Infeasible as error:
         print(f"{case.name}, homogeneous pipelines: {error}", file=sys.stderr)
     question = ask(profile, cluster, job)
