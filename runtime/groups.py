@@ -35,7 +35,7 @@ def communication() -> Iterator[None]:
 
 
 class Groups:
-    """One group per distinct set of ranks; none for a single rank.
+    """One group per distinct set of ranks and purpose.
 
     Parameters
     ----------
@@ -47,15 +47,15 @@ class Groups:
         self.timeout = timedelta(seconds=timeout_s)
         self._groups: dict[tuple[str, Ranks], Any] = {}
 
-    def create(self, sets: Iterable[Ranks], purpose: str = "reduce") -> None:
+    def create(self, sets: Iterable[Ranks], purpose: str = "reduce", *, single: bool = False) -> None:
         """Create the groups of these sets that do not exist; all processes call it with the same sets."""
-        for ranks in sorted({tuple(ranks) for ranks in sets if len(ranks) > 1}):
+        for ranks in sorted({tuple(ranks) for ranks in sets if single or len(ranks) > 1}):
             if (purpose, ranks) not in self._groups:
                 self._groups[purpose, ranks] = dist.new_group(list(ranks), timeout=self.timeout)
 
-    def of(self, ranks: Ranks, purpose: str = "reduce") -> Any:
-        """The group of these ranks; None for one rank."""
-        return self._groups[purpose, ranks] if len(ranks) > 1 else None
+    def of(self, ranks: Ranks, purpose: str = "reduce", *, single: bool = False) -> Any:
+        """The group of these ranks; None for one rank unless there are groups of a `single` one."""
+        return self._groups[purpose, ranks] if single or len(ranks) > 1 else None
 
     def close(self) -> None:
         """Drop all groups and the world, so that peers that wait for this process notice."""

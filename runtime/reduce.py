@@ -120,7 +120,7 @@ class Reducer:
             for index, (_, parameter) in enumerate(bucket.parameters)
         ]
         self.armed = False
-        self.started = len(self.order)
+        self.started = 0
         self.works: list[tuple[Any, Tensor | None, Bucket, Chunk]] = []
         self.log: list[tuple[int, float, float]] = []
         self.whole = _Whole(self, groups) if granularity == "model" else None
@@ -201,13 +201,14 @@ class Reducer:
         """Before the first backward pass of a step."""
         for bucket in self.buckets:
             bucket.gradients.zero_()
+        for _, chunk in self.order:
+            chunk.missing = len(chunk.members)
+        self.started, self.armed = 0, False
         self.log.clear()
 
     def arm(self) -> None:
         """Before the last backward pass of a step: what it completes may be reduced."""
-        for _, chunk in self.order:
-            chunk.missing = len(chunk.members)
-        self.started, self.armed = 0, self.overlap
+        self.armed = self.overlap
 
     def _start(self, final: bool) -> None:
         """Start what is ready, in order; at the end everything, since a parameter may have had no gradient."""

@@ -228,6 +228,13 @@ class Trainer:
         self.groups.create([tuple(p.rank for p in layout.places if p.tp_rank == t) for t in range(most)])
         self.groups.create(last, "last")
         self.groups.create([tuple(range(layout.world_size))], "world")
+        if self.engine == "torch":
+            pipelines = [
+                tuple(sorted(layout.unit(p, s)[t] for s in range(len(pipeline.stages))))
+                for p, pipeline in enumerate(self.plan.pipelines)
+                for t in range(min(stage.tp for stage in pipeline.stages))
+            ]
+            self.groups.create(pipelines, "pipeline", single=True)
         execute.create_pairs(layout, self.groups)
 
     def _mesh(self) -> Any:
@@ -257,7 +264,7 @@ class Trainer:
         if self.engine == "torch":
             from runtime.torch_engine import TorchEngine
 
-            return TorchEngine(self, boundaries, sample)
+            return TorchEngine(self, self.schedule, boundaries, sample)
         return Executor(
             self.layout, self.place, self.stage, self.model, actions, self.reducer, wires, boundaries, self.device
         )

@@ -142,6 +142,19 @@ def test_gradient_sync_after_the_backward_pass() -> None:
     agrees(SHAPES["depths 2 and 3"], overlap=False, steps=2)
 
 
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_torch_engine_plays_the_same_plans(name: str) -> None:
+    """`torch.distributed.pipelining` behind the same reducer: again one process, on every shape."""
+    agrees(SHAPES[name], engine="torch", steps=2)
+
+
+def test_split_backward_passes_on_the_torch_engine() -> None:
+    """The zero-bubble lists have I and W; our own executor refuses them by name."""
+    agrees(make_plan([([3, 3, 4], 4), ([5, 5], 3)]), engine="torch", schedule="zero-bubble", steps=2)
+    with pytest.raises(AssertionError, match=r"0I\d+: this engine runs whole backward passes; use engine 'torch'"):
+        agrees(make_plan([([3, 3, 4], 4)]), schedule="zero-bubble", steps=1)
+
+
 def random_plan(seed: int) -> tuple[Plan, dict[str, Any]]:
     """1 to 4 pipelines of 1 to 4 stages on at most 8 ranks, on permuted ranks, with or without everything."""
     draw = random.Random(seed)
@@ -167,6 +180,8 @@ def random_plan(seed: int) -> tuple[Plan, dict[str, Any]]:
     }
     if options["granularity"] != "model":
         options["shard_optimizer"] = draw.random() < 0.4
+    if not options["masked"]:
+        options["engine"] = draw.choice(["own", "own", "torch"])
     return plan, options
 
 
