@@ -60,6 +60,16 @@ class Found:
         return len(self.pipelines)
 
     @property
+    def shape(self) -> tuple[tuple[int, int, tuple[tuple[str, int, tuple[int, int]], ...]], ...]:
+        """What is chosen, whatever the devices: plans that agree in this are one."""
+        return tuple(
+            sorted(
+                (p.micro_batch, p.num_micro_batches, tuple((s.device_type, s.tp, s.layers) for s in p.stages))
+                for p in self.pipelines
+            )
+        )
+
+    @property
     def key(self) -> tuple[tuple[int, int, tuple[Part, ...]], ...]:
         """Order among plans of equal time and size."""
         return tuple((c.micro_batch, c.num_micro_batches, c.stages) for c in self.candidate.chains)

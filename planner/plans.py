@@ -22,11 +22,14 @@ from planner.files import MAPPING, Document
 from planner.job import Job
 
 if TYPE_CHECKING:
+    import pandas
+
     from planner.cluster import Cluster, Link
     from planner.profile import Cell, LayerKind, ModelProfile
 
 GIB = float(1 << 30)
 WIDTH = 112  # columns of the printed plan
+MOST_ACTIONS = 20_000  # that a notebook plays to show a plan
 
 # What may differ between a stored and a recomputed figure: rounding to whole bytes, order of summation.
 BYTES_SLACK = 4096
@@ -440,6 +443,37 @@ class Plan(Document):
 
     def __str__(self) -> str:
         return "\n".join(_printed(self))
+
+    def _repr_html_(self) -> str:
+        """The plan as a notebook shows it, with a small Gantt chart where it is played quickly."""
+        from planner import page, simulate
+
+        actions = sum(2 * pipeline.num_micro_batches * len(pipeline.stages) for pipeline in self.pipelines)
+        return page.plan_html(self, simulate.simulate(self) if actions <= MOST_ACTIONS else None)
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """One row per stage; columns name their units.
+
+        Raises
+        ------
+        ImportError
+            Without pandas.
+        """
+        from planner import page
+
+        return page.to_pandas(self)
+
+
+class PlanSet(tuple[Plan, ...]):
+    """Plans for one question, the best first; prints as a ranked table."""
+
+    def __str__(self) -> str:
+        return "\n".join(_ranking(self))
+
+    def _repr_html_(self) -> str:
+        from planner import page
+
+        return page.plans_html(self)
 
 
 def _require_seconds(value: object, *names: str) -> None:
@@ -1113,7 +1147,7 @@ def size(nbytes: float) -> str:
 
 
 def _significant(value: float, digits: int = 4) -> str:
-    before = len(str(int(value)))
+    before = len(str(int(float(f"{value:.{digits}g}"))))
     return f"{value:,.{max(digits - before, 0)}f}"
 
 
@@ -1275,6 +1309,30 @@ def _simulated(plan: Plan) -> str:
         for s, stage in enumerate(pipeline.stages)
     )
     return words + (f"; forwards run ahead on {_number(ahead, 'stage')} to hide transfers" if ahead else "")
+
+
+def _ranking(plans: Sequence[Plan]) -> Iterator[str]:
+    from planner.page import shape
+
+    played = all(plan.predicted.simulated_s is not None for plan in plans)
+    times = [plan.predicted.simulated_s if played else plan.predicted.iteration_s for plan in plans]
+    rows = []
+    for rank, (plan, time_s) in enumerate(zip(plans, times, strict=True), 1):
+        predicted = plan.predicted
+        rows.append(
+            [
+                str(rank),
+                seconds(predicted.iteration_s),
+                "-" if predicted.simulated_s is None else seconds(predicted.simulated_s),
+                "" if rank == 1 else f"{(time_s or 0.0) / (times[0] or 1.0) - 1:+.2%}",
+                f"{predicted.samples_per_s:,.1f}",
+                f"{len(plan.devices)}/{len(plan.devices) + len(plan.idle_devices)}",
+                f"{max(stage.memory.fraction for stage in plan.stages):.0%}",
+                shape(plan),
+            ]
+        )
+    header = [">rank", ">iteration", ">simulated", ">to best", ">samples/s", ">devices", ">fullest", "pipelines"]
+    yield from table(header, rows, fold=7)
 
 
 def _share(plan: Plan, letter: str, members: Sequence[int]) -> str:

@@ -153,8 +153,10 @@ class Schedule:
         """Read a list that someone wrote: ``.csv`` as in `from_csv`, anything else as in `parse`."""
         try:
             text = Path(path).read_text(encoding="utf-8-sig")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path}: cannot be read: {error}") from None
+        except OSError as error:
+            raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: not UTF-8 text (byte {error.start})") from None
         read = cls.from_csv if Path(path).suffix.lower() == ".csv" else cls.parse
         return read(text, str(path))
 
@@ -858,6 +860,7 @@ class _Play:
         self.come: list[set[Action]] = [set() for _ in schedules]  # transfers whose rank stands at them
         self.met: list[set[Action]] = [set() for _ in schedules]  # of these, those whose other end has come, too
         self.launched: dict[Place, deque[int]] = {place: deque() for place in self.lists}  # and not over
+        self.heads = dict.fromkeys(self.members, 0)  # members that have launched it and nothing before it
         self.launched_at = dict.fromkeys(self.lists, -1)
 
     def stuck(self) -> tuple[str, ...] | None:
@@ -918,22 +921,26 @@ class _Play:
         if self.launched_at[place] < self.at[place]:
             self.launched_at[place] = self.at[place]
             self.launched[place].append(index)
-            self.settle(self.launched[place][0])
+            if len(self.launched[place]) == 1:
+                self.come_to(index)
         return not self.rendezvous or not self.launched[place]
 
-    def settle(self, index: int) -> None:
-        """End the reduction if it is the next one of all its members, and then theirs after it."""
-        members = self.members[index]
-        if all(self.is_next(place, index) for place in members):
-            for place in members:
-                self.launched[place].popleft()
-                self.ready.append(place)
-            for place in members:
-                if self.launched[place]:
-                    self.settle(self.launched[place][0])
+    def come_to(self, index: int) -> None:
+        """One more member has this reduction as its next: the last one ends it, and all come to theirs after it."""
+        due = [index]
+        while due:
+            index = due.pop()
+            self.heads[index] += 1
+            if self.heads[index] == len(self.members[index]):
+                self.heads[index] = 0
+                for place in self.members[index]:
+                    self.launched[place].popleft()
+                    self.ready.append(place)
+                    if self.launched[place]:
+                        due.append(self.launched[place][0])
 
     def is_next(self, place: Place, index: int) -> bool:
-        return bool(self.launched[place]) and self.launched[place][0] == index
+        return next(iter(self.launched[place]), None) == index
 
     def home(self, p: int, action: Action) -> Place:
         return p, self.homes[p].get(action.stage, -1)
@@ -980,25 +987,26 @@ class _Play:
 
 def _reductions(
     lists: Mapping[Place, Sequence[Action]], groups: Mapping[int, Collection[Place]] | None
-) -> dict[int, Collection[Place]]:
+) -> dict[int, tuple[Place, ...]]:
     """Members of every reduction that is listed."""
-    listed: dict[int, list[Place]] = {}
+    listed: dict[int, dict[Place, Action]] = {}
     for place, actions in lists.items():
         for action in actions:
             if action.kind == Kind.REDUCE_GRAD:
-                index = action.index or 0
-                listed.setdefault(index, []).append(place)
-                if groups is not None and place not in groups.get(index, ()):
-                    raise ValueError(f"groups: {_name(place)} lists {action} and is not among its members")
+                listed.setdefault(action.index or 0, {})[place] = action
     if groups is None:
-        return {index: tuple(dict.fromkeys(places)) for index, places in listed.items()}
-    for index, members in groups.items():
-        if members and index not in listed:
-            raise ValueError(f"groups: no rank lists REDUCE_GRAD{index}")
-        for place in members:
+        return {index: tuple(places) for index, places in listed.items()}
+    members = {index: tuple(dict.fromkeys(places)) for index, places in groups.items()}
+    for index, places in members.items():
+        for place in places:
             if place not in lists:
                 raise ValueError(f"groups: REDUCE_GRAD{index} has {_name(place)} as a member, which does not exist")
-    return dict(groups)
+        if places and index not in listed:
+            raise ValueError(f"groups: no rank lists REDUCE_GRAD{index}")
+    for index, launching in listed.items():
+        for place in sorted(launching.keys() - set(members.get(index, ()))):
+            raise ValueError(f"groups: {_name(place)} lists {launching[place]} and is not among its members")
+    return members
 
 
 def _name(place: Place) -> str:

@@ -29,7 +29,7 @@ from planner.cluster import Cluster
 from planner.cost import Array, Costs, StageTable
 from planner.data_split import Columns, Group
 from planner.job import Job
-from planner.plans import Plan
+from planner.plans import Plan, PlanSet
 from planner.profile import ModelProfile
 from planner.question import Clock, Progress, Question, ask
 from planner.stage_split import Ints, Template, Templates, TooManyTemplates
@@ -113,7 +113,7 @@ def plans(
     progress: Progress | None = None,
     effort: float = 1.0,
     judge: Judge = "simulation",
-) -> list[Plan]:
+) -> PlanSet:
     """The best `top` different plans found, fastest first; parameters as in `plan`."""
     clock = Clock(time_limit=time_limit, progress=progress, effort=effort)
     question = ask(profile, cluster, job or Job())
@@ -127,7 +127,7 @@ def plans(
     made = [_played(question, each, lower, clock, sorted(best.restrictions)) for each in rivals]
     if judge == "simulation":
         made.sort(key=lambda plan: plan.predicted.simulated_s or 0.0)
-    return made[:top]
+    return PlanSet(made[:top])
 
 
 def _played(question: Question, found: assemble.Found, lower: float, clock: Clock, restrictions: Sequence[str]) -> Plan:
@@ -172,8 +172,13 @@ class _Best:
     def offer(self, question: Question, candidate: Candidate) -> None:
         """Place a candidate on the nodes and keep it if it is among the best."""
         each = assemble.evaluate(question, candidate)
-        if each is None or any(each.candidate.chains == other.candidate.chains for other in self.found):
+        if each is None:
             return
+        twin = next((other for other in self.found if other.shape == each.shape), None)
+        if twin is not None:
+            if twin.time_s <= each.time_s:
+                return
+            self.found.remove(twin)
         self.found = sorted([*self.found, each], key=lambda f: (f.time_s, f.num_pipelines, f.key))
         del self.found[self.top + RIVALS :]
 

@@ -410,14 +410,9 @@ class Timeline:
 
     def peak_in_flight(self, pipeline: int, stage: int) -> int:
         """Most micro-batches a stage held at once: F begun, B (or W) not ended."""
-        split = any(event.action.kind == Kind.W for event in self.lane(pipeline, stage).events)
-        held = most = 0
-        for event in self.lane(pipeline, stage).events:
-            if event.action.stage == stage:
-                held += event.action.kind == Kind.F
-                most = max(most, held)
-                held -= event.action.kind == (Kind.W if split else Kind.B)
-        return most
+        kinds = [action.kind for action, _, _ in self.lane(pipeline, stage).events if action.stage == stage]
+        freed = Kind.W if Kind.W in kinds else Kind.B
+        return max(itertools.accumulate((kind is Kind.F) - (kind is freed) for kind in kinds), default=0)
 
 
 # Playing ---------------------------------------------------------------------------------------------------------
@@ -1119,6 +1114,9 @@ def _memory(ran: Sequence[Event], needs: Mapping[int, StageBytes | None]) -> Mem
         level = (activations, logits, workspace)
         if time_s <= times[-1]:
             levels[-1] = level
+            if levels[-2:-1] == [level]:
+                times.pop()
+                levels.pop()
         elif level != levels[-1]:
             times.append(time_s)
             levels.append(level)

@@ -121,10 +121,11 @@ def test_options_override_the_job(here: Path, monkeypatch: pytest.MonkeyPatch) -
         ),
         "top": 1,
         "effort": 3.0,
+        "judge": "simulation",
         "time_limit": 1.5,
     }
     cli.main(["plan", "profile.json", "cluster.yaml"])
-    assert fake.asked == {"job": Job(), "top": 1, "time_limit": None, "effort": 1.0}
+    assert fake.asked == {"job": Job(), "top": 1, "time_limit": None, "effort": 1.0, "judge": "simulation"}
 
 
 def test_infeasible_exits_with_3(
@@ -190,7 +191,7 @@ def test_bad_input_is_one_line(
         ([*PLAN, "--micro-batch", "0"], "hpp plan: argument --micro-batch: "),
         ([*PLAN, "--top", "0"], "hpp plan: argument --top: "),
         ([*PLAN, "--precision", "fp8"], "hpp plan: argument --precision: invalid choice: 'fp8'"),
-        (["draw"], "hpp: argument COMMAND: invalid choice: 'draw'"),
+        (["dance"], "hpp: argument COMMAND: invalid choice: 'dance'"),
     ],
 )
 def test_bad_arguments_are_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:

@@ -3,7 +3,239 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from planner import files
+from planner.cluster import Cluster
+from planner.plans import Plan, grouped, inclusive, places, seconds, size, table, wrapped
+
+if TYPE_CHECKING:
+    from planner.schedule import Schedule
+    from planner.simulate import Idle, Lane, Timeline
+
+PICTURES = ("overview", "gantt", "memory", "memory_over_time", "devices")
+PATH_STEPS = 8  # of the critical path, at each end
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register the commands."""
+    simulate = commands.add_parser("simulate", help="play a plan action by action")
+    simulate.set_defaults(run=_simulate)
+    _playing(simulate)
+    simulate.add_argument("--all", action="store_true", help="every pipeline, not one of each group of equal ones")
+    simulate.add_argument("--json", action="store_true", help="print the timeline as JSON")
+
+    draw = commands.add_parser("draw", help="draw a plan as PNG, SVG, PDF or a page of HTML")
+    draw.set_defaults(run=_draw)
+    _playing(draw)
+    draw.add_argument("-o", "--output", required=True, metavar="FILE", help="the suffix decides: png, svg, pdf, html")
+    draw.add_argument("--what", choices=PICTURES, default=PICTURES[0], help="one picture alone")
+
+    trace = commands.add_parser("trace", help="write a plan's timeline for Perfetto or chrome://tracing")
+    trace.set_defaults(run=_trace)
+    _playing(trace)
+    trace.add_argument("-o", "--output", default="trace.json", metavar="FILE", help="FILE.json or FILE.json.gz")
+
+    compare = commands.add_parser("compare", help="say why one plan beats others, or how a run differs from its plan")
+    compare.set_defaults(run=_compare)
+    compare.add_argument("plans", nargs="+", metavar="PLAN")
+    compare.add_argument("--cluster", metavar="CLUSTER", help="links and shared network ports, to play the plans on")
+    compare.add_argument("--measured", metavar="RUN.csv", help="a run of the one plan, to hold against it")
+
+
+def _playing(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("plan", metavar="PLAN")
+    parser.add_argument("--cluster", metavar="CLUSTER", help="tells which devices share nodes and network ports")
+    parser.add_argument(
+        "--schedule",
+        default="plan",
+        metavar="NAME|FILE",
+        help="plan, 1f1b, eager-1f1b, gpipe, zero-bubble, or the file of a list (.txt, .csv)",
+    )
+    parser.add_argument("--blocking", action="store_true", help="computing waits for transfers at both ends")
+
+
+def _played(options: argparse.Namespace) -> tuple[Plan, Cluster | None, Timeline]:
+    from planner import simulate
+
+    plan = Plan.load(options.plan)
+    cluster = Cluster.load(options.cluster) if options.cluster is not None else None
+    schedule = _schedule(options.schedule, plan)
+    return plan, cluster, simulate.simulate(plan, cluster, schedule=schedule, blocking=options.blocking)
+
+
+def _schedule(text: str, plan: Plan) -> str | Sequence[Schedule]:
+    """A name, or a list that a user wrote, which every pipeline then runs."""
+    from planner.schedule import Schedule
+
+    if Path(text).suffix not in (".txt", ".csv"):
+        return text
+    if not Path(text).is_file():
+        raise ValueError(f"{text}: no such file")
+    return [Schedule.load(text)] * len(plan.pipelines)
+
+
+# hpp simulate
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    plan, _, timeline = _played(options)
+    if options.json:
+        print(files.dumps(timeline), end="")
+    else:
+        print("\n".join(_simulated(plan, timeline, options)))
+    return 0
+
+
+def _simulated(plan: Plan, timeline: Timeline, options: argparse.Namespace) -> Iterator[str]:
+    predicted = plan.predicted
+    how = options.schedule + (", transfers block" if options.blocking else "")
+    yield f"{plan.profile_name} on {plan.cluster_name}, played as {how}"
+    difference = timeline.iteration_s / predicted.iteration_s - 1
+    yield (
+        f"{seconds(timeline.iteration_s)} per iteration; the planning form says {seconds(predicted.iteration_s)}"
+        f" ({difference:+.1%})"
+    )
+    yield ""
+    yield from wrapped("pipelines", ", ".join(seconds(value) for value in dict.fromkeys(timeline.pipelines_s)))
+    yield from wrapped("sync", f"{seconds(timeline.exposed_sync_s)} after the last backward pass")
+    yield from wrapped("idle", f"{timeline.bubble_fraction:.1%} of the devices' time without forward or backward")
+    yield ""
+    yield from _lane_table(plan, timeline, options.all)
+    yield ""
+    yield from wrapped("path", _path(timeline))
+
+
+def _lane_table(plan: Plan, timeline: Timeline, every: bool) -> list[str]:
+    rows = []
+    for letter, members in grouped(plan):
+        for p in members if every else members[:1]:
+            name = f"{letter} {p}" if every or len(members) == 1 else f"{len(members)} x {letter}"
+            rows += [_lane_row(name, lane, plan, timeline.iteration_s) for lane in timeline.lanes if lane.pipeline == p]
+    header = [">", ">stage", ">layers", "device", ">busy", "idle for", ">in flight", ">peak memory", "where"]
+    return table(header, rows, fold=5)
+
+
+def _lane_row(name: str, lane: Lane, plan: Plan, iteration_s: float) -> list[str]:
+    stages = [plan.pipelines[lane.pipeline].stages[s] for s in lane.stages]
+    peak = "" if lane.memory is None else size(lane.memory.peak_bytes)
+    if lane.memory is not None and lane.memory.limit is not None and lane.memory.peak_bytes > lane.memory.limit:
+        peak += " !"
+    return [
+        name,
+        ",".join(map(str, lane.stages)),
+        ",".join(inclusive(stage.layers) for stage in stages),
+        lane.device_type,
+        f"{lane.busy_s / iteration_s:.1%}",
+        _reasons(lane.idle, iteration_s),
+        str(max(_in_flight(lane, s) for s in lane.stages)),
+        peak,
+        places(lane.devices),
+    ]
+
+
+def _in_flight(lane: Lane, s: int) -> int:
+    held = most = 0
+    split = any(event.action.kind == "W" for event in lane.events)
+    for event in lane.events:
+        if event.action.stage == s:
+            held += event.action.kind == "F"
+            most = max(most, held)
+            held -= event.action.kind == ("W" if split else "B")
+    return most
+
+
+def _reasons(idle: Idle, iteration_s: float) -> str:
+    words = {
+        "warm_up_s": "start",
+        "activation_s": "activations",
+        "gradient_s": "gradients",
+        "transfer_s": "transfers",
+        "peers_s": "peers",
+        "sync_s": "sync",
+        "end_s": "end",
+    }
+    shares = [(getattr(idle, name) / iteration_s, word) for name, word in words.items()]
+    return ", ".join(f"{word} {share:.1%}" for share, word in shares if share >= 0.0005) or "nothing"
+
+
+def _path(timeline: Timeline) -> str:
+    steps = [f"{p}:{event.action}" for p, event in timeline.critical_path]
+    if len(steps) > 2 * PATH_STEPS:
+        left_out = f"... {len(steps) - 2 * PATH_STEPS} more ..."
+        steps = [*steps[:PATH_STEPS], left_out, *steps[-PATH_STEPS:]]
+    return "critical, as pipeline:action: " + " ".join(steps)
+
+
+# hpp draw, hpp trace
+
+
+def _draw(options: argparse.Namespace) -> int:
+    output = Path(options.output)
+    html = output.suffix.lower() == ".html"
+    from planner import draw
+
+    if not html and output.suffix.lower() not in draw.SUFFIXES:
+        raise ValueError(f"{output}: suffix {output.suffix!r} is not among {', '.join(draw.SUFFIXES)}, .html")
+    plan, cluster, timeline = _played(options)
+    if html:
+        write_report(output, [plan], [timeline], cluster)
+    else:
+        draw.save(_figure(options.what, plan, cluster, timeline), output)
+    print(f"wrote {output}", file=sys.stderr)
+    return 0
+
+
+def _figure(what: str, plan: Plan, cluster: Cluster | None, timeline: Timeline) -> Any:
+    from planner import draw
+
+    if what == "gantt":
+        return draw.gantt(timeline, plan)
+    if what == "memory":
+        return draw.memory_bars(plan)
+    if what == "memory_over_time":
+        return draw.memory_over_time(timeline, plan)
+    return draw.device_map(plan, cluster) if what == "devices" else draw.overview(plan, timeline, cluster)
+
+
+def write_report(
+    path: Path, plans: Sequence[Plan], timelines: Sequence[Timeline], cluster: Cluster | None, profile: Any = None
+) -> None:
+    """One self-contained page on the first plan, with the others beside it."""
+    from planner import draw, page
+
+    names = [name for name in PICTURES if name != "overview"]
+    pictures = {name: draw.render(_figure(name, plans[0], cluster, timelines[0]), "svg").decode() for name in names}
+    files.write(path, page.report(plans, timelines, cluster, profile, pictures))
+
+
+def _trace(options: argparse.Namespace) -> int:
+    from planner import trace
+
+    plan, _, timeline = _played(options)
+    trace.save(trace.chrome(timeline, plan), options.output)
+    print(f"wrote {options.output}; open it at ui.perfetto.dev", file=sys.stderr)
+    return 0
+
+
+# hpp compare
+
+
+def _compare(options: argparse.Namespace) -> int:
+    from planner import page, simulate
+
+    cluster = Cluster.load(options.cluster) if options.cluster is not None else None
+    plans = [Plan.load(path) for path in options.plans]
+    if options.measured is not None:
+        if len(plans) > 1:
+            raise ValueError(f"--measured: a run of one plan is held against it, {len(plans)} plans are given")
+        from planner import measured
+
+        print(measured.comparison_text(plans[0], measured.load(options.measured), cluster))
+        return 0
+    timelines = [simulate.simulate(plan, cluster) for plan in plans]
+    print(page.comparison_text(page.compare(plans, options.plans, timelines)))
+    return 0

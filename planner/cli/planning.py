@@ -6,16 +6,17 @@ import argparse
 import dataclasses
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from planner import files
 from planner.cluster import Cluster
 from planner.job import Job
-from planner.plans import Plan, grouped, seconds, table
+from planner.plans import Plan, PlanSet
 from planner.profile import ModelProfile
 
+RUNNERS_UP = 3  # that a report shows beside the best
 PROGRESS_AFTER_S = 1.0  # shorter searches show no bar
 
 
@@ -39,6 +40,13 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     plan.add_argument(
         "--effort", type=float, default=1.0, metavar="X", help="work on the lower bound, as a multiple of the default"
     )
+    plan.add_argument(
+        "--judge",
+        choices=("simulation", "formula"),
+        default="simulation",
+        help="what decides between plans within 2 %% of the best",
+    )
+    plan.add_argument("--report", metavar="FILE.html", help="write a page on the plan and its runners-up")
     plan.add_argument("--json", action="store_true", help="print the plan as JSON")
     plan.add_argument("-o", "--output", metavar="FILE", help="write the plan as JSON")
 
@@ -65,6 +73,13 @@ def _plan(options: argparse.Namespace) -> int:
     if not 0 <= options.effort < float("inf"):
         raise ValueError(f"--effort: {options.effort} is not a multiple of at least 0")
     outputs = _outputs(options.output, options.top)
+    top = options.top
+    if options.report is not None:
+        top = max(top, RUNNERS_UP + 1)
+        if Path(options.report).suffix.lower() != ".html":
+            raise ValueError(f"--report: {options.report} does not end in .html")
+        if not Path(options.report).parent.is_dir():
+            raise ValueError(f"--report: there is no directory {Path(options.report).parent}")
 
     from planner import search  # brings the solvers along
 
@@ -75,8 +90,9 @@ def _plan(options: argparse.Namespace) -> int:
             job,
             time_limit=options.time_limit,
             progress=progress,
-            top=options.top,
+            top=top,
             effort=options.effort,
+            judge=options.judge,
         )
     for plan in plans:
         for problem in plan.problems(profile, cluster, job):
@@ -85,13 +101,24 @@ def _plan(options: argparse.Namespace) -> int:
     for path, plan in zip(outputs, plans):
         plan.save(path)
         print(f"wrote {path}", file=sys.stderr)
+    if options.report is not None:
+        _report(Path(options.report), plans, profile, cluster)
+    plans = PlanSet(plans[: options.top])
     if options.json:
         print(files.dumps(plans[0].to_dict() if options.top == 1 else [plan.to_dict() for plan in plans]), end="")
     else:
         if options.top > 1:
-            print("\n".join(_ranking(plans)), end="\n\n")
+            print(plans, end="\n\n")
         print(plans[0])
     return 0
+
+
+def _report(path: Path, plans: Sequence[Plan], profile: ModelProfile, cluster: Cluster) -> None:
+    from planner import simulate
+    from planner.cli.look import write_report
+
+    write_report(path, plans, [simulate.simulate(plan, cluster) for plan in plans], cluster, profile)
+    print(f"wrote {path}", file=sys.stderr)
 
 
 def _job(options: argparse.Namespace) -> Job:
@@ -120,43 +147,6 @@ def _outputs(output: str | None, count: int) -> list[Path]:
     if not path.parent.is_dir():
         raise ValueError(f"{path}: there is no directory {path.parent}")
     return [path, *(path.with_name(f"{path.stem}-{n}{path.suffix}") for n in range(2, count + 1))]
-
-
-def _ranking(plans: Sequence[Plan]) -> Iterator[str]:
-    best = plans[0].predicted.iteration_s
-    rows = []
-    for rank, plan in enumerate(plans, 1):
-        predicted = plan.predicted
-        rows.append(
-            [
-                str(rank),
-                seconds(predicted.iteration_s),
-                "" if rank == 1 else f"+{predicted.iteration_s / best - 1:.2%}",
-                f"{predicted.samples_per_s:,.1f}",
-                f"{len(plan.devices)}/{len(plan.devices) + len(plan.idle_devices)}",
-                f"{max(stage.memory.fraction for stage in plan.stages):.0%}",
-                _shape(plan),
-            ]
-        )
-    yield from table(
-        [">rank", ">iteration", ">to best", ">samples/s", ">devices", ">fullest", "pipelines"], rows, fold=6
-    )
-
-
-def _shape(plan: Plan) -> str:
-    """``8 x (A100-40 9+8 > V100-16 tp 2 9) of 2``: layers per stage, samples per micro-batch."""
-    words = []
-    for _, members in grouped(plan):
-        pipeline = plan.pipelines[members[0]]
-        runs: list[tuple[str, list[int]]] = []
-        for stage in pipeline.stages:
-            name = stage.device_type + (f" tp {stage.tp}" if stage.tp > 1 else "")
-            if not runs or runs[-1][0] != name:
-                runs.append((name, []))
-            runs[-1][1].append(stage.num_layers)
-        chain = " > ".join(f"{name} {'+'.join(map(str, counts))}" for name, counts in runs)
-        words.append((f"{len(members)} x " if len(members) > 1 else "") + f"({chain}) of {pipeline.micro_batch}")
-    return " + ".join(words) if len(words) <= 3 else " + ".join(words[:3]) + f" + {len(words) - 3} more"
 
 
 class _Progress:
