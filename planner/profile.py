@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.files import MAPPING, Document, cached, did_you_mean, shorthand
+from planner.files import MAPPING, Document, cached, did_you_mean, digest, shorthand
 
 if TYPE_CHECKING:
     from planner.cluster import Cluster
@@ -46,6 +46,11 @@ class LayerKind:
         Whether the layer may drop its activations and run forward again.
     trainable
         False for frozen layers: no gradient, no optimizer state, no sync.
+    trainable_parameters
+        Those of `parameters` that are trained, where it is not all of them (adapters beside frozen matrices).
+    active_parameters
+        Parameters that multiply a token of the sequence, where it is not all of them: of experts those it is sent to,
+        of a vision tower in proportion to its tokens. Only for FLOP counts.
     tied_to
         Kind of the layer that holds the same tensor (the embedding, for a tied head).
     tied_parameters
@@ -65,15 +70,24 @@ class LayerKind:
     num_tensors: int = 1
     recomputable: bool = True
     trainable: bool = True
+    trainable_parameters: int | None = None
+    active_parameters: int | None = None
     tied_to: str | None = None
     tied_parameters: int = 0
     tp_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        for key in ("parameters", "output_bytes", "logits_bytes", "num_tensors", "tied_parameters", "tp_bytes"):
+        for key in ("parameters", "output_bytes", "logits_bytes", "num_tensors", "tied_parameters", "tp_bytes",
+                    "trainable_parameters", "active_parameters"):
             value = getattr(self, key)
             if value is not None and value < 0:
                 raise ValueError(f"{key}: {value} of kind {self.name!r} is negative")
+        some = self.trainable_parameters
+        if some is not None and not (self.trainable and some <= self.parameters):
+            raise ValueError(
+                f"trainable_parameters: {some} of kind {self.name!r}, expected at most its {self.parameters} parameters"
+                " and trainable true"
+            )
         if not self.name:
             raise ValueError("name: empty, expected the name of a layer kind")
         if bool(self.tied_parameters) != (self.tied_to is not None):
@@ -98,6 +112,22 @@ class LayerKind:
     def shard(self, tp: int) -> int:
         """Parameters that one of `tp` ranks holds."""
         return dict(self.shard_parameters).get(tp, -(-self.parameters // tp))
+
+    @property
+    def trained(self) -> int:
+        """Parameters with gradients."""
+        if not self.trainable:
+            return 0
+        return self.parameters if self.trainable_parameters is None else self.trainable_parameters
+
+    def trained_shard(self, tp: int) -> int:
+        """Parameters with gradients that one of `tp` ranks holds."""
+        return self.shard(tp) if self.trained == self.parameters else -(-self.trained // tp)
+
+    @property
+    def active(self) -> int:
+        """Parameters that multiply a token of the sequence."""
+        return self.parameters if self.active_parameters is None else self.active_parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -283,6 +313,9 @@ class ModelProfile(Document):
         Attention heads, which tensor parallelism divides; None if unknown.
     warnings
         What whoever made the profile wants to be known.
+    members
+        Nodes of the graph that each layer stands for, if the model was profiled as a graph; left out of the file if
+        not.
     """
 
     SCHEMA: ClassVar[str] = "hpp-profile/1"
@@ -295,6 +328,7 @@ class ModelProfile(Document):
     num_heads: int | None = None
     num_kv_heads: int | None = None
     warnings: tuple[str, ...] = ()
+    members: tuple[tuple[str, ...], ...] = ()
     _cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -306,6 +340,18 @@ class ModelProfile(Document):
                 raise ValueError(f"{key}: {value} is less than 1")
         if self.num_kv_heads and (not self.num_heads or self.num_heads % self.num_kv_heads):
             raise ValueError(f"num_kv_heads: {self.num_kv_heads} does not divide num_heads {self.num_heads}")
+        if len(self.members) not in (0, self.num_layers):
+            raise ValueError(f"members: of {len(self.members)} layers, expected of all {self.num_layers} or of none")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The value as plain JSON data, ``schema`` first; `members` only if there are any."""
+        data = Document.to_dict(self)
+        return data if self.members else {key: value for key, value in data.items() if key != "members"}
+
+    @property
+    def digest(self) -> str:
+        """16 hex digits that change when anything in the value does."""
+        return digest(self.to_dict())
 
     def _check_kinds(self) -> None:
         names = [kind.name for kind in self.kinds]
@@ -371,6 +417,13 @@ class ModelProfile(Document):
         """Parameters of the model; a tied tensor counts once."""
         kinds = map(self.kind_of, range(self.num_layers))
         return sum(kind.parameters - kind.tied_parameters for kind in kinds)
+
+    @property
+    @cached
+    def active_parameters(self) -> int:
+        """Parameters that multiply a token of the sequence, for FLOP counts; a tied tensor counts once."""
+        kinds = map(self.kind_of, range(self.num_layers))
+        return sum(kind.active - kind.tied_parameters for kind in kinds)
 
     def kind_of(self, layer: int) -> LayerKind:
         """Kind of the layer at this index."""
@@ -509,13 +562,15 @@ def sanity(profile: ModelProfile, cluster: Cluster) -> tuple[str, ...]:
     peaks = {each.name: each.peak_flops_per_s for each in cluster.device_types}
     kinds = {kind.name: kind for kind in profile.kinds}
     embeddings = {kind.tied_to for kind in profile.kinds} | {name for name in kinds if "embed" in name.lower()}
-    least = max(kind.parameters for kind in profile.kinds) / 100
+    least = max(kind.active for kind in profile.kinds) / 100
     slips: dict[tuple[str, str, bool], list[tuple[float, Cell]]] = {}
     for cell in profile.cells:
         kind, peak = kinds[cell.kind], peaks.get(cell.device_type)
-        if not peak or not cell.backward_s or kind.name in embeddings or not kind.parameters > least:
+        if not peak or not cell.backward_s or kind.name in embeddings or not kind.active > least:
             continue
-        flops = (6 if kind.trainable else 4) * kind.shard(cell.tp) * cell.micro_batch * tokens
+        share = kind.active / max(kind.parameters, 1)
+        products = 6 if 2 * kind.trained > kind.parameters else 4
+        flops = products * share * kind.shard(cell.tp) * cell.micro_batch * tokens
         fraction = flops / (cell.forward_s + cell.backward_s) / peak
         if not 0.01 <= fraction <= 1:
             slips.setdefault((cell.device_type, cell.kind, fraction > 1), []).append((fraction, cell))

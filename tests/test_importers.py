@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from planner.importers import FORMATS, metis, sailor
+from planner.importers import FORMATS, NETWORKS, all_options, load, metis, network, options, sailor
 from planner.importers.layers import vocabulary_bytes
 from planner.profile import Cell, LayerKind, ModelProfile
 
@@ -122,8 +122,55 @@ def the_cell(profile: ModelProfile, kind: str, tp: int, micro_batch: int) -> Cel
 
 
 def test_formats_are_named() -> None:
-    """Each format name leads to a function from a directory to a tuple of profiles."""
-    assert set(FORMATS) == {"metis", "sailor"}
+    """Each format name leads to an importer of profiles, of a cluster, or of both."""
+    assert sorted(FORMATS) == [
+        "aceso", "dnn-partitioning", "galvatron", "megatron", "metis", "pipedream", "piper", "sailor"
+    ]  # fmt: skip
+    assert sorted(set(NETWORKS) - set(FORMATS)) == ["nnscaler", "vtrain"]
+    assert sorted(set(FORMATS) - set(NETWORKS)) == ["megatron", "pipedream"]
+
+
+def test_options_are_listed_with_what_they_mean() -> None:
+    """The options of an importer carry type, default and description; those of all importers say who takes them."""
+    taken = {option.name: option for option in options("metis")}
+    assert taken["backward_factor"].type is float
+    assert taken["backward_factor"].default == 2.0
+    assert taken["backward_factor"].flag == "--backward-factor"
+    assert "only their sum" in taken["backward_factor"].help
+    for name in FORMATS:
+        assert all(option.help and option.type in (int, float, str) for option in options(name))
+    for name in NETWORKS:
+        assert all(option.help for option in options(name, of_network=True))
+    both = {option.name: option for option in all_options()}
+    assert both["memory_gb"].formats == ("aceso", "galvatron", "nnscaler", "vtrain")
+    assert both["link"].choices == ("p2p", "all_reduce")
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda path: load("piiper", path), "format 'piiper' is not among those: aceso"),
+        (lambda path: network("megatron", path), "is not among those with network measurements: aceso"),
+        (lambda path: load("metis", path, device="A100"), "device: format metis takes no such option, but backward_f"),
+        (lambda path: load("metis", path, backward_factor="two"), "backward_factor: 'two' is not a number"),
+        (lambda path: load("pipedream", path, micro_batch="1.5"), "micro_batch: '1.5' is not a whole number"),
+        (lambda path: load("piper", path, unit="min"), "unit: 'min' is not one of: s, ms, us"),
+        (lambda path: network("sailor", path, devices="Fast"), "devices: 'Fast' is not TYPE=COUNT"),
+    ],
+)
+def test_wrong_options_are_one_clear_error(tmp_path: Path, call: Callable[[Path], object], says: str) -> None:
+    """An unknown format, or an option that it does not take or that has another type, is named with what there is."""
+    with pytest.raises(ValueError) as error:
+        call(tmp_path)
+    assert says in str(error.value)
+
+
+def test_options_may_be_text(tmp_path: Path) -> None:
+    """Options given as text, as on a command line, mean the same as values."""
+    write(tmp_path, METIS)
+    assert load("metis", tmp_path, backward_factor="1.5") == metis.profiles(tmp_path, backward_factor=1.5)
+    write(tmp_path, SAILOR)
+    assert network("sailor", tmp_path, devices="Fast=6, Slow=3") == sailor.cluster(tmp_path, {"Fast": 6, "Slow": 3})
 
 
 def test_sailor_profile(tmp_path: Path) -> None:
@@ -281,6 +328,21 @@ def test_sailor_cluster(tmp_path: Path) -> None:
     assert cluster.link(cluster.device("fast-0:0"), cluster.device("slow-0:0")).seconds(12e6) == pytest.approx(0.01)
 
 
+def test_sailor_cluster_of_a_type_that_the_zone_lacks(tmp_path: Path) -> None:
+    """A type without fits in the zone has those of nodes of its own type; another type's nodes it does not reach."""
+
+    def lose(j: dict[str, Any]) -> None:
+        del j["here"]["Lone"]
+
+    files = edited(SAILOR, "network/multizone_bandwidths_het.json", lose)
+    alone = {"1": [[0.0, 0.0, 3.0], 3e9], "2": [[0.0, 0.0, 4.0], 4e9], "8": [[0.0, 0.0, 9.0], 9e9]}
+    files["network/network_coeffs_all_homo.json"] = {"inter": {"Lone": alone}}
+    cluster = sailor.cluster(write(tmp_path, files), {"Lone": (2, 2)})
+    assert [(each.devices, each.link.cap_bytes_per_s) for each in cluster.links] == [(1, 3e9), (2, 4e9)]
+    with pytest.raises(ValueError, match="here: key 'Lone' is missing; there are Fast, Slow"):
+        sailor.cluster(tmp_path, {"Fast": 4, "Lone": 2})
+
+
 def test_sailor_cluster_on_the_network_alone(tmp_path: Path) -> None:
     """With intra="network" two devices of one node see the fit between nodes, and there are no pairs."""
     cluster = sailor.cluster(write(tmp_path, SAILOR), {"Fast": 4}, intra="network", name="flat")
@@ -391,6 +453,76 @@ def test_metis_without_tp_1(tmp_path: Path) -> None:
     assert any("tp 1 was not measured" in warning for warning in profile.warnings)
 
 
+def test_metis_without_the_time_of_the_head(tmp_path: Path) -> None:
+    """A head that was not timed is refused, or taken as so many blocks, which the profile says."""
+    files = copy.deepcopy({"V100/mbs1_tmp1.json": METIS["V100/mbs1_tmp1.json"]})
+    files["V100/mbs1_tmp1.json"]["model"]["num_layers"] = 2
+    files["V100/mbs1_tmp1.json"]["execution_time"]["layer_compute_total_ms"] = [0.3, 9.0]
+    write(tmp_path, files)
+    with pytest.raises(ValueError, match="parameters_per_layer_bytes: 3 values, expected 2"):
+        metis.profiles(tmp_path)
+    (profile,) = metis.profiles(tmp_path, head_blocks=0.5)  # 4.5 ms = 1.5 + 3
+    assert the_cell(profile, "head", 1, 1).backward_s == pytest.approx(0.003)
+    assert "the head was not timed: taken as 0.5 x the second layer" in profile.warnings
+
+
+CLUSTER = {
+    "clusterfile.json": {
+        "10.0.0.1": {"instance_type": "V100", "inter_bandwidth": 10, "intra_bandwidth": 50, "memory": 16},
+        "10.0.0.2": {"instance_type": "T4", "inter_bandwidth": 1.25e9, "intra_bandwidth": 4e9, "memory": 15},
+    },
+    "hostfile": "10.0.0.1 slots=4\n10.0.0.2 slots=2\n10.0.0.1 slots=4\n",
+}
+
+
+def test_metis_cluster(tmp_path: Path) -> None:
+    """A Metis cluster has a node per line, GB/s or bytes/s by size, and between nodes the slower of the two."""
+    cluster = metis.cluster(write(tmp_path, CLUSTER))
+    assert [(node.name, node.devices) for node in cluster.nodes] == [
+        ("10.0.0.1-0", ("V100",) * 4), ("10.0.0.2-1", ("T4",) * 2), ("10.0.0.1-2", ("V100",) * 4)
+    ]  # fmt: skip
+    assert [node.link.bytes_per_s for node in cluster.nodes if node.link] == [50e9, 4e9, 50e9]
+    assert {each.between: each.link.bytes_per_s for each in cluster.links} == {
+        ("V100", "V100"): 10e9, ("V100", "T4"): 1.25e9, ("T4", "T4"): 1.25e9
+    }  # fmt: skip
+    assert cluster.device_type("T4").memory_bytes == 15 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "says"),
+    [
+        ("hostfile", "10.0.0.1 slots=4\n10.0.0.3 slots=2\n", "hostfile: line 2: '10.0.0.3' is not in"),
+        ("hostfile", "10.0.0.1 4\n", "hostfile: line 1: '10.0.0.1 4' is not a host and its slots"),
+        ("clusterfile.json", '{"10.0.0.1": {', "clusterfile.json: line 1 column 15"),
+        (
+            "clusterfile.json",
+            {
+                **CLUSTER["clusterfile.json"],
+                "10.0.0.1": {"instance_type": "V100", "inter_bandwidth": 1e-6, "memory": 1},
+            },
+            "10.0.0.1 > inter_bandwidth: 1e-06 is not a bandwidth",
+        ),
+    ],
+)
+def test_damaged_metis_cluster_is_one_clear_error(tmp_path: Path, file: str, content: object, says: str) -> None:
+    """A host without a machine, a bad line, a truncated file or a bandwidth of another unit is named with its place."""
+    with pytest.raises(ValueError) as error:
+        metis.cluster(write(tmp_path, {**CLUSTER, file: content}))
+    assert says in str(error.value)
+
+
+def test_times_of_another_unit_are_refused(tmp_path: Path) -> None:
+    """Milliseconds that are taken for seconds make a layer of hours; nanoseconds one of nothing."""
+
+    def slow(j: dict[str, Any]) -> None:
+        for by_layer in (j["Tiny"]["Fast"]["2"]["1"], j["Tiny"]["Fast"]["1"]["1"], j["Tiny"]["Fast"]["1"]["2"]):
+            for row in by_layer.values():
+                row[:2] = [row[0] * 1e5, row[1] * 1e5]
+
+    with pytest.raises(ValueError, match=r"Tiny: the longest layer on 'Fast' takes 1.1e\+04 s.*another unit"):
+        sailor.profiles(write(tmp_path, edited(SAILOR, "profiles_tmp.json", slow)))
+
+
 def test_metis_own_layout(tmp_path: Path) -> None:
     """Metis' own file names are read too: parameter bytes are then whole layers, the output an argument."""
     files = {}
@@ -472,9 +604,21 @@ def test_both_formats_of_one_measurement_agree(model: str) -> None:
 
 @needs_data
 def test_metis_files_without_a_head_are_refused() -> None:
-    """The published Metis files of Llama-3-8B list 34 times but 35 layers; they are not imported without the head."""
+    """The published Metis files of Llama-3-8B list 34 times but 35 layers; they need to be told what the head takes."""
     with pytest.raises(ValueError, match="35 values, expected 34"):
         metis.profiles(DATA / "metis_format" / "profiles" / "LLAMA-3-8")
+    (profile,) = metis.profiles(DATA / "metis_format" / "profiles" / "LLAMA-3-8", head_blocks=0.37)
+    assert profile.num_layers == 35
+    assert profile.parameters == published()["LLAMA-3-8"].parameters
+
+
+@needs_data
+def test_every_published_device_type_makes_a_cluster() -> None:
+    """Nodes of all seven measured device types can be linked, also of the one that the zone's fits leave out."""
+    for name in ("A100-40", "A100-80", "V100-16", "GH-96", "RTX-2080", "RTX-3090", "Titan-RTX"):
+        cluster = sailor.cluster(DATA, {name: (4, 4)})
+        assert cluster.num_devices(name) == 8
+        assert cluster.links
 
 
 @needs_data

@@ -1,4 +1,4 @@
-"""What the importers share: checked access to foreign JSON, and layers grouped into kinds.
+"""What the importers share: layers with their measurements, grouped into kinds.
 
 The formats list every layer of a model under every device type, tp degree and micro-batch size, although most layers
 are equal. Layers that are equal in every figure become one kind, so that a profile stays readable and says which
@@ -7,96 +7,16 @@ layers were measured apart.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from planner import files
 from planner.profile import Cell, Conditions, LayerKind, ModelProfile
 
-
-@dataclass(frozen=True, slots=True)
-class Json:
-    """A value of a JSON file together with the file and the keys that lead to it, so that errors can name them."""
-
-    value: object
-    file: Path
-    keys: tuple[str, ...] = ()
-
-    @classmethod
-    def read(cls, file: Path) -> Json:
-        return cls(files.read(file), file)
-
-    @property
-    def where(self) -> str:
-        return f"{self.file}: {' > '.join(self.keys)}" if self.keys else str(self.file)
-
-    def wrong(self, expected: str) -> ValueError:
-        return ValueError(f"{self.where}: {short(self.value)} is not {expected}")
-
-    def items(self) -> Iterator[tuple[str, Json]]:
-        if not isinstance(self.value, dict):
-            raise self.wrong("an object")
-        for key, value in self.value.items():
-            yield str(key), Json(value, self.file, (*self.keys, str(key)))
-
-    def by_count(self) -> dict[int, Json]:
-        """Entries whose keys are whole numbers as strings, in the order of the numbers."""
-        entries = {}
-        for key, entry in self.items():
-            if not key.isdecimal():
-                raise ValueError(f"{self.where}: key {key!r} is not a whole number")
-            entries[int(key)] = entry
-        return dict(sorted(entries.items()))
-
-    def has(self, key: str) -> bool:
-        return isinstance(self.value, dict) and key in self.value
-
-    def at(self, key: str) -> Json:
-        if not isinstance(self.value, dict):
-            raise self.wrong("an object")
-        if key not in self.value:
-            raise ValueError(f"{self.where}: key {key!r} is missing")
-        return Json(self.value[key], self.file, (*self.keys, key))
-
-    def list(self, length: int | None = None) -> tuple[Json, ...]:
-        if not isinstance(self.value, list):
-            raise self.wrong("a list")
-        if length is not None and len(self.value) != length:
-            raise ValueError(f"{self.where}: {len(self.value)} values, expected {length}")
-        return tuple(Json(v, self.file, (*self.keys, str(i))) for i, v in enumerate(self.value))
-
-    def number(self, minimum: float = 0.0) -> float:
-        if isinstance(self.value, bool) or not isinstance(self.value, int | float):
-            raise self.wrong("a number")
-        if not (math.isfinite(self.value) and self.value >= minimum):
-            raise self.wrong("a finite number" + (f" >= {minimum:g}" if math.isfinite(minimum) else ""))
-        return float(self.value)
-
-    def count(self, minimum: int = 0) -> int:
-        number = self.number(minimum)
-        if number != int(number):
-            raise self.wrong("a whole number")
-        return int(number)
-
-    def text(self) -> str:
-        if not isinstance(self.value, str):
-            raise self.wrong("a string")
-        return self.value
-
-
-def short(value: object) -> str:
-    """`value` as it fits into an error message."""
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def fingerprint(file: Path) -> str:
-    """Name and content hash of a file, for the source of a profile."""
-    return f"{file.name} (sha256 {hashlib.sha256(file.read_bytes()).hexdigest()[:12]})"
+MEGABYTE = 2**20
+NO_UPDATE = "the optimizer's update was not measured: it is taken as 0 s"
+FASTEST_S, SLOWEST_S = 1e-6, 100.0  # seconds; a longest layer outside of this is a slip of units
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,17 +28,22 @@ class Row:
     micro_batch: int
     forward_s: float
     backward_s: float
-    update_s: float
+    update_s: float = 0.0
     activation_bytes: int  # per rank; the logits of the head included
+    workspace_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
     """One layer of the model with all its rows. Layers that compare equal become one kind."""
 
+    name: str = ""  # of its kind; empty for embedding, block, head
     parameters: int
-    shard_parameters: tuple[tuple[int, int], ...]
+    shard_parameters: tuple[tuple[int, int], ...] = ()
     output_bytes: int
+    recomputable: bool = True
+    tied_to: str | None = None
+    tied_parameters: int = 0
     rows: tuple[Row, ...]
 
 
@@ -136,16 +61,23 @@ def vocabulary_bytes(head_output_bytes: int, hidden_output_bytes: int, degrees: 
 
 
 def kind_names(layers: Sequence[Layer]) -> tuple[str, ...]:
-    """The kind of each layer: `embedding`, `head`, `block` for the most frequent, `block-7` for others from layer 7 on.
+    """The kind of each layer: its name, or `embedding`, `head`, `block` for the most frequent, `block-7` for others.
 
-    The ends are an embedding and a head where no other layer equals them.
+    The ends are an embedding and a head where no other layer equals them. Of several kinds with one name, all but the
+    first add the index of their first layer.
     """
     times = Counter(layers)
     ends = {}
     if len(layers) > 1:
         ends = {layer: name for layer, name in ((layers[0], "embedding"), (layers[-1], "head")) if times[layer] == 1}
     most = max((layer for layer in times if layer not in ends), key=lambda layer: times[layer], default=None)
-    names = {layer: "block" if layer == most else f"block-{layers.index(layer)}" for layer in times} | ends
+    names: dict[Layer, str] = {}
+    for layer in times:
+        index = layers.index(layer)
+        if layer.name:
+            names[layer] = layer.name if layer.name not in names.values() else f"{layer.name}-{index}"
+        else:
+            names[layer] = ends.get(layer, "block" if layer == most else f"block-{index}")
     return tuple(names[layer] for layer in layers)
 
 
@@ -157,21 +89,27 @@ def model_profile(
     logits_bytes: int = 0,
     num_heads: int | None = None,
     warnings: Sequence[str] = (),
+    members: Sequence[Sequence[str]] = (),
 ) -> ModelProfile:
-    """The profile of these layers; `logits_bytes` (per sample, whole) are taken out of the head's activations."""
+    """The profile of these layers; `logits_bytes` (per sample, whole) are taken out of the last layer's activations."""
+    _check_unit(f"{conditions.source}: {name}", layers)
     names = kind_names(layers)
     kinds: dict[str, LayerKind] = {}
     cells: list[Cell] = []
     for kind, layer in zip(names, layers):
         if kind in kinds:
             continue
-        logits = logits_bytes if layer == layers[-1] else 0
+        last = layer == layers[-1]
+        logits = logits_bytes if last else 0
         kinds[kind] = LayerKind(
             name=kind,
             parameters=layer.parameters,
             shard_parameters=layer.shard_parameters,
-            output_bytes=0 if kind == "head" else layer.output_bytes,  # nothing follows the head
+            output_bytes=0 if last and names.count(kind) == 1 else layer.output_bytes,  # nothing follows the last
             logits_bytes=logits,
+            recomputable=layer.recomputable,
+            tied_to=layer.tied_to,
+            tied_parameters=layer.tied_parameters,
         )
         cells += [
             Cell(
@@ -183,6 +121,7 @@ def model_profile(
                 backward_s=row.backward_s,
                 update_s=row.update_s,
                 activation_bytes=row.activation_bytes - row.micro_batch * logits // row.tp,
+                workspace_bytes=row.workspace_bytes,
             )
             for row in layer.rows
         ]
@@ -194,4 +133,19 @@ def model_profile(
         conditions=conditions,
         num_heads=num_heads,
         warnings=tuple(warnings),
+        members=tuple(map(tuple, members)),
     )
+
+
+def _check_unit(where: str, layers: Sequence[Layer]) -> None:
+    """No layer takes minutes and no model takes less than a microsecond: then the figures have another unit."""
+    longest: dict[str, float] = {}
+    for layer in layers:
+        for row in layer.rows:
+            longest[row.device_type] = max(longest.get(row.device_type, 0.0), row.forward_s + row.backward_s)
+    for device_type, seconds in longest.items():
+        if seconds and not FASTEST_S <= seconds <= SLOWEST_S:
+            raise ValueError(
+                f"{where}: the longest layer on {device_type!r} takes {seconds:.3g} s, expected {FASTEST_S:g} to"
+                f" {SLOWEST_S:g} s: the times are in another unit than the format says"
+            )

@@ -7,7 +7,8 @@ by model, tp, layer), and for clusters `configs/` and `network/`. What the figur
 - Sizes with tp > 1 are those of one rank. tp communication is inside the measured times.
 - The update time of a whole stage is repeated on each of its layers.
 - `act_mem_floats` of the head holds the logits; they become `logits_bytes` of their own.
-- Bandwidth in GB/s (1e9) is a quadratic in log2 of the message in MB (1e6), with a cap in bytes/s.
+- Bandwidth in GB/s (1e9) is a quadratic in log2 of the message in MB (1e6), with a cap in bytes/s. A type that the
+  fits of the zone do not hold has those of nodes of its own type (`network_coeffs_all_homo.json`).
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from pathlib import Path
 from typing import Literal
 
 from planner.cluster import Cluster, DeviceType, Link, NetworkLink, Node
-from planner.importers.layers import Json, Layer, Row, fingerprint, model_profile, vocabulary_bytes
+from planner.importers.layers import Layer, Row, model_profile, vocabulary_bytes
+from planner.importers.reading import Json, fingerprint, needed
 from planner.profile import Conditions, ModelProfile
 
 FLOAT_BYTES = 4
 TIMES, SIZES = "profiles_tmp.json", "llm_info.json"
+ALONE = Path("network/network_coeffs_all_homo.json")
 NETWORK, INSIDE = Path("network/multizone_bandwidths_het.json"), Path("network/intra_node_bandwidths.json")
 MACHINES = Path("configs/basic_cluster_config.json")
 
@@ -207,7 +210,10 @@ def cluster(
         for second in types[index:]:
             if first != second or len(sizes[first]) > 1 or (intra == "network" and max(sizes[first]) > 1):
                 most = min(max(sizes[first]), max(sizes[second]))
-                between[first, second] = _between(network, zone, first, second, most)
+                if network.has(first) or first != second:
+                    between[first, second] = _between(network, zone, first, second, most)
+                else:
+                    between[first, first] = _alone(Json.read(root / ALONE), first, most)
 
     nodes: list[Node] = []
     for t in types:
@@ -224,9 +230,7 @@ def cluster(
             )
     return Cluster(
         name=name or " + ".join(f"{sum(sizes[t])} {t}" for t in types),
-        device_types=tuple(
-            DeviceType(name=t, memory_bytes=machines.at(t).at("mem_per_gpu").count(1)) for t in types
-        ),
+        device_types=tuple(DeviceType(name=t, memory_bytes=machines.at(t).at("mem_per_gpu").count(1)) for t in types),
         nodes=tuple(nodes),
         links=tuple(
             NetworkLink(between=pair, devices=count, link=link)
@@ -273,6 +277,14 @@ def _between(network: Json, zone: str, first: str, second: str, most: int) -> di
     return {count: min(links, key=_cap) for count, links in sorted(fits.items()) if count <= max(most, smallest)}
 
 
+def _alone(homogeneous: Json, device_type: str, most: int) -> dict[int, Link]:
+    """Links between nodes of one type by number of devices at each end."""
+    fits = {count: _link(entry) for count, entry in homogeneous.at("inter").at(device_type).by_count().items()}
+    if not fits:
+        raise ValueError(f"{homogeneous.where}: no fit between nodes of {device_type}")
+    return {count: link for count, link in fits.items() if count <= max(most, min(fits))}
+
+
 def _inside(entry: Json, size: int) -> tuple[Link, Link | None]:
     """The link inside a node of `size` devices, and that of an NVLink pair if there are pairs."""
     fits = {count: _link(fit) for count, fit in entry.by_count().items()}
@@ -301,3 +313,32 @@ def _network_notes(
             speeds = ", ".join(f"{count}: {_cap(link) / 1e9:.2f}" for count, link in fits.items())
             notes.append(f"{first} - {second}: fits by number of devices contradict each other (GB/s {speeds})")
     return tuple(notes)
+
+
+def network(
+    path: str | Path,
+    *,
+    devices: str | None = None,
+    zone: str | None = None,
+    intra: Literal["measured", "network"] = "measured",
+) -> Cluster:
+    """`cluster` with the devices in words.
+
+    Parameters
+    ----------
+    devices
+        How many of each type: "A100-40=8,V100-16=4".
+    zone
+        Zone whose fits are taken; by default the one named in the config.
+    intra
+        Link inside a node: measured, or the network's.
+    """
+    needed("devices", devices, "the files hold fits, not a cluster", "A100-40=8,V100-16=4")
+    assert devices is not None
+    counts = {}
+    for part in devices.split(","):
+        name, equals, count = part.strip().rpartition("=")
+        if not equals or not count.strip().isdecimal():
+            raise ValueError(f"devices: {part.strip()!r} is not TYPE=COUNT, such as A100-40=8")
+        counts[name.strip()] = int(count)
+    return cluster(path, counts, zone=zone, intra=intra)
