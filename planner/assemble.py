@@ -75,14 +75,21 @@ class Found:
         return tuple((c.micro_batch, c.num_micro_batches, c.stages) for c in self.candidate.chains)
 
 
-def evaluate(question: Question, candidate: Candidate) -> Found | None:
+def evaluate(question: Question, candidate: Candidate, *, reshare: bool = True) -> Found | None:
     """Put a candidate on the nodes, near along the pipelines or near along the rings, whichever is faster; None if it
-    does not pack."""
-    found = [_evaluate(question, candidate, by_stage) for by_stage in ((False,) if question.uniform else (False, True))]
+    does not pack.
+
+    Parameters
+    ----------
+    reshare
+        Whether micro-batches may move between pipelines once the true links are known.
+    """
+    ways = (False,) if question.uniform else (False, True)
+    found = [_evaluate(question, candidate, by_stage, reshare) for by_stage in ways]
     return min((each for each in found if each is not None), key=lambda each: each.time_s, default=None)
 
 
-def _evaluate(question: Question, candidate: Candidate, by_stage: bool) -> Found | None:
+def _evaluate(question: Question, candidate: Candidate, by_stage: bool, reshare: bool) -> Found | None:
     """Place, re-share the batch under the true links and price every term."""
     costs_of = {each.micro_batch: each for each in question.costs}
     chains = [chain for chain in candidate.chains for _ in range(chain.number)]
@@ -95,15 +102,27 @@ def _evaluate(question: Question, candidate: Candidate, by_stage: bool) -> Found
         return None
     if not question.cluster.complete and not _rings_close(question.cluster, chains, placed):
         return None
-    hand_overs = [
-        [
-            float(unit_link(question.cluster, a, b).seconds(float(costs_of[chain.micro_batch].inputs[stage.first])))
-            for a, b, stage in zip(units[:-1], units[1:], chain.stages[1:], strict=True)
-        ]
-        for chain, units in zip(chains, placed, strict=True)
-    ]
-    if not question.uniform:
-        chains = _reshare(question, chains, hand_overs, costs_of)
+    if reshare and not question.uniform:
+        chains = _reshare(question, chains, _hand_overs(question, chains, placed), costs_of)
+    return price(question, candidate, chains, placed)
+
+
+def price(
+    question: Question,
+    candidate: Candidate,
+    chains: Sequence[Chain],
+    placed: Sequence[Sequence[Unit]],
+    recompute: Sequence[Sequence[tuple[int, ...]]] | None = None,
+) -> Found:
+    """Every term of these stages on these devices, whether they fit or not.
+
+    Parameters
+    ----------
+    recompute
+        Recomputed layers of each stage; None for the least that makes it fit, which must exist.
+    """
+    costs_of = {each.micro_batch: each for each in question.costs}
+    hand_overs = _hand_overs(question, chains, placed)
     synced = len(chains) > 1
     sync = _sync_terms(question, chains, placed, costs_of)
     pipelines = []
@@ -113,7 +132,9 @@ def _evaluate(question: Question, candidate: Candidate, by_stage: bool) -> Found
         for s, (stage, unit) in enumerate(zip(chain.stages, units, strict=True)):
             k, i, j = stage
             in_flight = min(chain.num_micro_batches, num_stages - s)
-            recomputed = cost.recomputed_layers(costs, k, i, j, in_flight, synced)
+            recomputed = (
+                cost.recomputed_layers(costs, k, i, j, in_flight, synced) if recompute is None else recompute[p][s]
+            )
             sends = s + 1 < num_stages
             send_s = hand_overs[p][s] if sends else 0.0
             stages.append(
@@ -172,6 +193,18 @@ def _ahead(pipeline: Pipeline, margin: float) -> Pipeline:
         )
         stages.append(replace(stage, in_flight=most, memory=memory))
     return replace(pipeline, stages=tuple(stages))
+
+
+def _hand_overs(question: Question, chains: Sequence[Chain], placed: Sequence[Sequence[Unit]]) -> list[list[float]]:
+    """Seconds of every cut of every pipeline, one way."""
+    inputs = {each.micro_batch: each.inputs for each in question.costs}
+    return [
+        [
+            float(unit_link(question.cluster, a, b).seconds(float(inputs[chain.micro_batch][stage.first])))
+            for a, b, stage in zip(units[:-1], units[1:], chain.stages[1:], strict=True)
+        ]
+        for chain, units in zip(chains, placed, strict=True)
+    ]
 
 
 class _Sync(NamedTuple):
@@ -266,12 +299,13 @@ def _memory(
     for l in range(i, j):
         kind = question.profile.kind_of(l)
         held = cost.rank_parameters(kind.parameters, kind.shard_parameters, unit.tp)
+        trained = kind.trained_shard(unit.tp)
         if costs.tied is not None and l == costs.tied[1] and i <= costs.tied[0]:
-            held -= cost.tied_share(question.profile, unit.tp)
+            shared = cost.tied_share(question.profile, unit.tp)
+            held, trained = held - shared, trained - shared if kind.trainable else 0
         weights += held * job.state.weights
-        if kind.trainable:
-            gradients += held * job.state.gradients
-            optimizer += held * job.state.optimizer
+        gradients += trained * job.state.gradients
+        optimizer += trained * job.state.optimizer
     kept = float(costs.kept[k, i:j].sum() - sum(costs.saved[k, l] for l in recomputed)) + float(costs.inputs[i])
     workspace = float(costs.workspace[k, i:j].max()) + (float(costs.rework[k]) if recomputed else 0.0)
     return StageMemory(
@@ -331,7 +365,7 @@ def _utilization(question: Question, pipelines: Sequence[Pipeline], iteration_s:
     ]
     if tokens is None or any(peak is None for peak in peaks):
         return None
-    flops = 6.0 * question.profile.parameters * tokens * question.need
+    flops = 6.0 * question.profile.active_parameters * tokens * question.need
     return flops / (iteration_s * sum(peak for peak in peaks if peak is not None))
 
 
@@ -397,7 +431,7 @@ def _blocks(question: Question, pipelines: Sequence[Pipeline]) -> tuple[tuple[Bl
     for i, j in itertools.pairwise(cuts):
         owners_of = tuple(_owner(pipeline, i) for pipeline in pipelines)
         kinds = [question.profile.kind_of(l) for l in range(i, j)]
-        parameters = [kind.parameters - holders.get(l, 0) for l, kind in zip(range(i, j), kinds) if kind.trainable]
+        parameters = [kind.trained - holders.get(l, 0) for l, kind in zip(range(i, j), kinds) if kind.trainable]
         nbytes = -(-sum(parameters) * gradient // min_tp)
         peers = [
             question.cluster.device(pipeline.stages[s].devices[0])

@@ -137,13 +137,14 @@ def layer_costs(
             forward[k] += extra
             backward[k] += extra
 
-    trainable = np.array([kind.trainable for kind in kinds])
-    total = np.array([kind.parameters for kind in kinds], dtype=float)
     state = np.array(
         [[rank_parameters(kind.parameters, kind.shard_parameters, unit.tp) for kind in kinds] for unit in classes],
         dtype=float,
     ).reshape(num_classes, num_layers)
-    state *= np.where(trainable, per_parameter.total, per_parameter.weights)
+    trained = np.array([[kind.trained_shard(unit.tp) for kind in kinds] for unit in classes], dtype=float)
+    state = state * per_parameter.weights + trained.reshape(state.shape) * (
+        per_parameter.gradients + per_parameter.optimizer
+    )
     output = np.array([kind.output_bytes for kind in kinds], dtype=float) * micro_batch
     inputs = np.concatenate([[0.0], output[:-1]])
     logits = np.array([[kind.logits_bytes * micro_batch / unit.tp for kind in kinds] for unit in classes], dtype=float)
@@ -160,7 +161,7 @@ def layer_costs(
             for unit in classes
         ]
     )
-    gradients = np.where(trainable, total, 0.0) * per_parameter.gradients
+    gradients = np.array([kind.trained for kind in kinds], dtype=float) * per_parameter.gradients
     cut, cut_floor = _hand_over_s(cluster, classes, inputs)
     return Costs(
         classes=tuple(classes),

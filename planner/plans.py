@@ -617,12 +617,12 @@ class Audit:
         held, trained, tied = 0, 0, 0
         present = {kind.name for kind in kinds}
         for kind in kinds:
-            here = _on_rank(kind, tp)
+            here, learning = _on_rank(kind, tp), _trained_on_rank(kind, tp)
             if kind.tied_to in present:
-                here -= math.ceil(kind.tied_parameters / tp)
-                tied += math.ceil(kind.tied_parameters / tp)
+                share = math.ceil(kind.tied_parameters / tp)
+                here, learning, tied = here - share, max(learning - share, 0), tied + share
             held += here
-            trained += here if kind.trainable else 0
+            trained += learning
 
         kept, inputs = 0.0, self.input_bytes(i, b)
         logits = 0.0
@@ -675,7 +675,7 @@ class Audit:
             return 0.0, "a single pipeline has no one to sync with"
         if self.job.sync_buffer_bytes is not None:
             return float(self.job.sync_buffer_bytes), "sync_buffer_bytes of the job"
-        per_layer = [_on_rank(kind, tp) * self.job.state.gradients for kind in kinds if kind.trainable]
+        per_layer = [_trained_on_rank(kind, tp) * self.job.state.gradients for kind in kinds if kind.trainable]
         granularity = self.job.sync_granularity
         if granularity == "block":
             return min(float(self.job.sync_chunk_bytes), sum(per_layer)), "one chunk, or all gradients if they are less"
@@ -944,7 +944,7 @@ class Audit:
         per_parameter, tau = self.job.state.gradients, self.plan.min_tp
         elsewhere = self._tied_elsewhere()
         trained = [(l, self.kinds[self.layers[l]]) for l in range(i, j) if self.kinds[self.layers[l]].trainable]
-        total = sum(kind.parameters - elsewhere.get(l, 0) for l, kind in trained) * per_parameter / tau
+        total = sum(kind.trained - elsewhere.get(l, 0) for l, kind in trained) * per_parameter / tau
         if abs(block.gradient_bytes - total) > BYTES_SLACK + RELATIVE_SLACK * total:
             yield (
                 f"block [{i}, {j}): gradient_bytes is {block.gradient_bytes}, its parameters over {tau} "
@@ -1104,6 +1104,13 @@ def _on_rank(kind: LayerKind, tp: int) -> int:
         if degree == tp:
             return parameters
     return math.ceil(kind.parameters / tp)
+
+
+def _trained_on_rank(kind: LayerKind, tp: int) -> int:
+    """Parameters with gradients that one of tp ranks holds."""
+    if not kind.trainable or kind.trainable_parameters in (None, kind.parameters):
+        return _on_rank(kind, tp) if kind.trainable else 0
+    return math.ceil((kind.trainable_parameters or 0) / tp)
 
 
 def _close(a: float, b: float) -> bool:
