@@ -23,7 +23,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from planner import assemble, bound, cost, data_split, reasons, simulate, solver, stage_split
+from planner import assemble, bound, cost, data_split, equal, reasons, simulate, solver, stage_split
 from planner.assemble import Candidate, Chain
 from planner.cluster import Cluster
 from planner.cost import Array, Costs, StageTable
@@ -50,7 +50,8 @@ DEPTHS = (4, 8, 16, 32, 64, 128)
 THOROUGH = 0.5  # effort from which deeper pipelines of several classes are searched
 DEEP_TEMPLATES = 300
 DEEP, LONGEST = 16, 32  # stages of pipelines of several of the classes that came near, and of one class
-REPLICAS, IDENTICAL = 16, 2  # mixes of one class per type tried; equal pipelines placed for each number of them
+REPLICAS = 16  # mixes of one class per type tried
+MOST_EQUAL = 40  # plans of equal pipelines that are placed
 PESSIMISM = 1.06  # a candidate under slow links is placed if it is so near to the best plan
 KEEP = 1.08  # micro-batch sizes and classes whose columns are this near the best stay in the race
 ROUGH = 0.02  # left cuts that differ by less than this share of a stage are taken as one
@@ -200,8 +201,11 @@ def _search_all(question: Question, best: _Best, clock: Clock) -> float | None:
                 if part is question and (question.uniform or view is not part) and not clock.over:
                     proved = value
             elif part is question or floor * PART < best.limit_s:
+                if clock.effort >= THOROUGH:
+                    _equal(view, part, best, clock)
                 _broad(view, part, best, clock)
-                if len(view.classes) > 1 and view.job.max_classes != 1 and clock.effort >= THOROUGH:
+                several = len(view.classes) > 1 and view.job.max_classes != 1
+                if part is question and several and clock.effort >= THOROUGH:
                     # Pipelines of one class each are few and a strong rival of what the restricted mixed search finds.
                     _broad(replace(view, job=replace(view.job, max_classes=1)), part, best, clock)
     return proved
@@ -581,8 +585,6 @@ def _broad(view: Question, part: Question, best: _Best, clock: Clock) -> None:
             least = min((cell.total_s for cell in cells), default=math.inf)
             cells += _cells(view, min_tp, max_pipelines, least, best, clock)
     cells.sort(key=lambda cell: (cell.total_s, cell.min_tp))
-    if view.optimistic and clock.effort >= THOROUGH:
-        _identical(view, part, [cell for cell in cells if not cell.masked], best, clock)
     for n, cell in enumerate(cells):
         # Placement finds faster links than a pessimistic view counts on.
         limit = best.limit_s * (1.0 if view.uniform or view.optimistic else PESSIMISM)
@@ -605,24 +607,15 @@ def _broad(view: Question, part: Question, best: _Best, clock: Clock) -> None:
             best.offer(part, candidate)
 
 
-def _identical(view: Question, part: Question, cells: list[_Cell], best: _Best, clock: Clock) -> None:
-    """Equal pipelines, few enough that their rings can stay inside nodes: what the integer programs, which know no
-    placement, have no reason to prefer."""
-    for cell in cells:
-        columns = cell.splits.columns
-        for count in range(2, view.node_size // cell.min_tp + 1):
-            if clock.over:
-                return
-            fits = (columns.use * count <= view.available).all(axis=1) & (view.need % (columns.size * count) == 0)
-            time_s = columns.sum_s[:, 0] + (view.need / (columns.size * count) - 1) * columns.max_s[:, 0]
-            time_s = np.where(fits, time_s, math.inf)
-            for t in np.argsort(time_s, kind="stable")[:IDENTICAL]:
-                if time_s[t] < best.limit_s:
-                    counts = np.zeros(len(time_s), dtype=np.int64)
-                    counts[t] = count
-                    candidate = _candidate(view, cell.splits, counts)
-                    if candidate is not None:
-                        best.offer(part, candidate)
+def _equal(view: Question, part: Question, best: _Best, clock: Clock) -> None:
+    """Equal pipelines of any mix of classes: few questions, and what comes of them shortens the general search."""
+    clock.tell(0.0, "equal pipelines")
+    limit = best.limit_s * (1.0 if view.uniform or view.optimistic else PESSIMISM)
+    found = sorted(equal.candidates(view, limit_s=limit), key=lambda each: each.time_s)
+    for candidate in found[:MOST_EQUAL]:
+        if clock.over and best.found:
+            return
+        best.offer(part, candidate)
 
 
 def _ranges(view: Question, min_tp: int, cells: list[_Cell], clock: Clock) -> Iterator[int | None]:

@@ -1,45 +1,118 @@
-"""``hpp import``: measurements of others."""
+"""``hpp import``, ``estimate``, ``export``, ``evaluate``: measurements and plans of others, and plans for others."""
 
 from __future__ import annotations
 
 import argparse
 import re
+import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from planner import files
-from planner.plans import wrapped
+from planner.cluster import Cluster
+from planner.job import Job
+from planner.plans import Plan, wrapped
+from planner.profile import ModelProfile
+
+if TYPE_CHECKING:
+    from planner import estimate
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register the commands."""
-    importer = commands.add_parser("import", help="convert another planner's measurements")
+    _add_import(commands)
+    _add_estimate(commands)
+
+    export = commands.add_parser("export", help="write a plan for our runtime or another system")
+    export.set_defaults(run=_export)
+    export.add_argument("plan", metavar="PLAN")
+    export.add_argument("--to", required=True, metavar="FORMAT", help="run, hexiscale, hetu, torch, megatron, ...")
+    export.add_argument("--profile", metavar="PROFILE", help="says which layers are embedding and head")
+    export.add_argument("--cluster", metavar="CLUSTER", help="needed for --uniform")
+    export.add_argument("--uniform", action="store_true", help="the nearest plan of equal pipelines where it needs one")
+    export.add_argument("--names", metavar="FAMILY", help="module names: llama, gpt2, opt, ...")
+    export.add_argument("--ends", type=_pair, metavar="E,H", help="layers of embedding and head, without a profile")
+    export.add_argument("--master", metavar="HOST", help="address of the first node")
+    export.add_argument("--port", type=int, default=29500, metavar="N")
+    export.add_argument("--script", metavar="FILE", help="training script of the launch lines")
+    export.add_argument("-o", "--output", metavar="PATH", help="directory, or file for the main file alone")
+
+    evaluate = commands.add_parser("evaluate", help="predict a plan that somebody already runs, without a search")
+    evaluate.set_defaults(run=_evaluate)
+    evaluate.add_argument("profile", metavar="PROFILE")
+    evaluate.add_argument("cluster", metavar="CLUSTER")
+    evaluate.add_argument("source", metavar="FILE|TEXT")
+    evaluate.add_argument(
+        "--from",
+        dest="format",
+        required=True,
+        metavar="FORMAT",
+        help="megatron, galvatron, hetu, hexiscale, layout, ...",
+    )
+    evaluate.add_argument("--job", metavar="FILE")
+    evaluate.add_argument("--ends", type=_pair, metavar="E,H", help="layers of embedding and head of the profile")
+    evaluate.add_argument("--json", action="store_true", help="print the plan as JSON")
+    evaluate.add_argument("-o", "--output", metavar="FILE", help="write the plan as JSON")
+
+
+def _pair(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d+),(\d+)", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not two counts such as 1,1")
+    return int(match[1]), int(match[2])
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of counts such as 1,2,4")
+    return tuple(map(int, text.split(",")))
+
+
+# hpp import
+
+
+def _add_import(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    importer = commands.add_parser(
+        "import",
+        help="convert another planner's measurements",
+        description="Formats with options of their own, which start from what the files do not say.",
+    )
     importer.set_defaults(run=_import)
-    importer.add_argument("format", metavar="FORMAT", help="sailor, metis")
+    importer.add_argument("format", metavar="FORMAT", help="sailor, metis, aceso, galvatron, piper, pipedream, ...")
     importer.add_argument("path", metavar="PATH", help="file or directory of the measurements")
     importer.add_argument("-o", "--output", required=True, metavar="OUT", help="file, or directory for several models")
+    importer.add_argument("--network", action="store_true", help="the links as a cluster, not the layers as a profile")
+    importer.add_argument(
+        "--set",
+        dest="given",
+        action="append",
+        default=[],
+        metavar="OPTION=VALUE",
+        help="what the files do not say, as backward_factor=2; a wrong option lists those of the format",
+    )
     importer.add_argument("--model", metavar="NAME", help="only this model")
 
 
 def _import(options: argparse.Namespace) -> int:
-    from planner.importers import FORMATS
+    from planner import importers
 
-    if options.format not in FORMATS:
-        raise ValueError(f"format {options.format!r} is not among {files.did_you_mean(options.format, FORMATS)}")
-    profiles = FORMATS[options.format](options.path)
+    given = dict(_setting(text) for text in options.given)
+    if options.format in importers.NETWORKS and (options.network or options.format not in importers.FORMATS):
+        cluster = importers.network(options.format, options.path, **given)
+        cluster.save(options.output)
+        print(f"{options.output}: {cluster.name}, {len(cluster.devices)} devices on {len(cluster.nodes)} nodes")
+        return 0
+    if options.network:
+        importers.network(options.format, options.path, **given)  # says which formats have networks
+    if options.model is not None and "model" in {each.name for each in importers.options(options.format)}:
+        given["model"] = options.model
+    profiles = importers.load(options.format, options.path, **given)
     if options.model is not None:
         names = [profile.name for profile in profiles]
         if options.model not in names:
             raise ValueError(f"--model: {options.model!r} is not among {files.did_you_mean(options.model, names)}")
         profiles = tuple(profile for profile in profiles if profile.name == options.model)
-    output = Path(options.output)
-    paths = [output]
-    if not output.suffix:
-        output.mkdir(parents=True, exist_ok=True)
-        paths = [output / f"{_file_name(profile.name)}.json" for profile in profiles]
-    elif len(profiles) > 1:
-        models = ", ".join(profile.name for profile in profiles)
-        raise ValueError(f"{output}: one file cannot hold {models}; name one of them with --model, or a directory")
-    for path, profile in zip(paths, profiles):
+    for path, profile in zip(_paths(Path(options.output), profiles), profiles, strict=True):
         profile.save(path)
         devices = ", ".join(profile.device_types)
         print(f"{path}: {profile.name}, {profile.num_layers} layers of {len(profile.kinds)} kinds on {devices}")
@@ -48,5 +121,150 @@ def _import(options: argparse.Namespace) -> int:
     return 0
 
 
+def _setting(text: str) -> tuple[str, str]:
+    name, sign, value = text.partition("=")
+    if not sign:
+        raise ValueError(f"--set: {text!r} is not OPTION=VALUE")
+    return name.replace("-", "_"), value
+
+
+def _paths(output: Path, profiles: tuple[ModelProfile, ...]) -> list[Path]:
+    if not output.suffix:
+        output.mkdir(parents=True, exist_ok=True)
+        return [output / f"{_file_name(profile.name)}.json" for profile in profiles]
+    if len(profiles) > 1:
+        models = ", ".join(profile.name for profile in profiles)
+        raise ValueError(f"{output}: one file cannot hold {models}; name one of them with --model, or a directory")
+    return [output]
+
+
 def _file_name(name: str) -> str:
     return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-.") or "profile"
+
+
+# hpp estimate
+
+
+def _add_estimate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    estimate = commands.add_parser("estimate", help="make a profile from a config.json and data sheets")
+    estimate.set_defaults(run=_estimate)
+    estimate.add_argument("--list-devices", action="store_true", help="print the device catalogue")
+    estimate.add_argument("--config", metavar="FILE", help="config.json of a Hugging Face model")
+    estimate.add_argument(
+        "--device",
+        action="append",
+        default=[],
+        metavar="[LABEL=]NAME",
+        help="of the catalogue; may be given repeatedly",
+    )
+    estimate.add_argument("--sequence-length", type=int, metavar="N", help="tokens per sample")
+    estimate.add_argument("--dtype", default="bf16", choices=("fp32", "tf32", "fp16", "bf16", "fp8"))
+    estimate.add_argument("--attention", default="flash", choices=("flash", "eager", "fused-softmax"))
+    estimate.add_argument("--micro-batch", type=_counts, default=(1, 2, 4, 8), metavar="B,..")
+    estimate.add_argument("--tp", type=_counts, metavar="D,..", help="those that the model allows, if not given")
+    estimate.add_argument(
+        "--frozen", action="append", default=[], metavar="PART", help="vision, block, head, ... or all"
+    )
+    estimate.add_argument("--lora", type=int, metavar="RANK", help="adapters on frozen blocks")
+    estimate.add_argument("--images", type=int, metavar="N", help="per sample, for models that see")
+    estimate.add_argument("--image-size", type=int, metavar="PIXELS")
+    estimate.add_argument("--measured", type=float, metavar="TOKENS_PER_S", help="scales all times to a run you had")
+    for name, what in (("stages", "stages per pipeline"), ("pipelines", "pipelines"), ("tp", "devices per stage")):
+        estimate.add_argument(f"--measured-{name}", type=int, default=1, metavar="N", help=f"{what} of that run")
+    estimate.add_argument("--measured-micro-batch", type=int, metavar="B")
+    estimate.add_argument("--measured-num-micro-batches", type=int, default=1, metavar="N")
+    estimate.add_argument("--measured-recompute", action="store_true")
+    estimate.add_argument("-o", "--output", metavar="OUT", help="profile")
+
+
+def _estimate(options: argparse.Namespace) -> int:
+    from planner import catalogue, estimate
+    from planner.architecture import Images
+
+    if options.list_devices:
+        print(catalogue.listing())
+        return 0
+    for name in ("config", "device", "sequence_length", "output"):
+        if not getattr(options, name):
+            raise ValueError(
+                f"--{name.replace('_', '-')}: missing; hpp estimate needs a config, devices, a sequence length"
+                " and an output"
+            )
+    images = None
+    if options.images is not None or options.image_size is not None:
+        images = Images(per_sample=options.images or 1, size=options.image_size)
+    profile = estimate.profile(
+        options.config,
+        options.device,
+        sequence_length=options.sequence_length,
+        dtype=options.dtype,
+        attention=options.attention,
+        micro_batches=options.micro_batch,
+        tp=options.tp,
+        frozen=options.frozen,
+        lora=options.lora,
+        images=images,
+        measured_tokens_per_s=options.measured,
+        measured_on=_measured_on(options),
+    )
+    profile.save(options.output)
+    print(f"{options.output}: {profile.name}, {profile.parameters:,} parameters in {profile.num_layers} layers")
+    for warning in profile.warnings:
+        print("\n".join(wrapped("  warning", warning)))
+    return 0
+
+
+def _measured_on(options: argparse.Namespace) -> estimate.Run:
+    from planner import estimate
+
+    return estimate.Run(
+        tp=options.measured_tp,
+        stages=options.measured_stages,
+        pipelines=options.measured_pipelines,
+        micro_batch=options.measured_micro_batch,
+        num_micro_batches=options.measured_num_micro_batches,
+        recompute=options.measured_recompute,
+    )
+
+
+# hpp export, hpp evaluate
+
+
+def _export(options: argparse.Namespace) -> int:
+    from planner import exporters
+
+    done = exporters.export(
+        Plan.load(options.plan),
+        options.to,
+        profile=ModelProfile.load(options.profile) if options.profile is not None else None,
+        cluster=Cluster.load(options.cluster) if options.cluster is not None else None,
+        uniform=options.uniform,
+        names=options.names,
+        ends=options.ends,
+        master=options.master,
+        port=options.port,
+        script=options.script,
+    )
+    for label, texts in (("note", done.notes), ("warning", done.warnings)):
+        for text in texts:
+            print("\n".join(wrapped(label, text)), file=sys.stderr)
+    if options.output is None:
+        print(done)
+    else:
+        for path in done.save(options.output):
+            print(f"wrote {path}", file=sys.stderr)
+    return 0
+
+
+def _evaluate(options: argparse.Namespace) -> int:
+    from planner import evaluate
+
+    profile, cluster = ModelProfile.load(options.profile), Cluster.load(options.cluster)
+    job = Job.load(options.job) if options.job is not None else None
+    layout = evaluate.parse(options.source, options.format)
+    plan = evaluate.evaluate(profile, cluster, layout, job, ends=options.ends)
+    if options.output is not None:
+        plan.save(options.output)
+        print(f"wrote {options.output}", file=sys.stderr)
+    print(files.dumps(plan.to_dict()) if options.json else plan, end="" if options.json else "\n")
+    return 0
