@@ -44,6 +44,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     compare.add_argument("plans", nargs="+", metavar="PLAN")
     compare.add_argument("--cluster", metavar="CLUSTER", help="links and shared network ports, to play the plans on")
     compare.add_argument("--measured", metavar="RUN.csv", help="a run of the one plan, to hold against it")
+    compare.add_argument("--framework", metavar="NAME", help="what ran it: deepspeed, megatron, torch")
 
 
 def _playing(parser: argparse.ArgumentParser) -> None:
@@ -56,6 +57,9 @@ def _playing(parser: argparse.ArgumentParser) -> None:
         help="plan, 1f1b, eager-1f1b, gpipe, zero-bubble, or the file of a list (.txt, .csv)",
     )
     parser.add_argument("--blocking", action="store_true", help="computing waits for transfers at both ends")
+    parser.add_argument(
+        "--framework", metavar="NAME", help="play it as deepspeed, megatron or torch does; needs the cluster"
+    )
 
 
 def _played(options: argparse.Namespace) -> tuple[Plan, Cluster | None, Timeline]:
@@ -63,6 +67,12 @@ def _played(options: argparse.Namespace) -> tuple[Plan, Cluster | None, Timeline
 
     plan = Plan.load(options.plan)
     cluster = Cluster.load(options.cluster) if options.cluster is not None else None
+    if options.framework is not None:
+        from planner import frameworks
+
+        if cluster is None or options.schedule != "plan" or options.blocking:
+            raise ValueError("--framework: brings its own order of actions, and needs --cluster for its hand-overs")
+        return plan, cluster, frameworks.named(options.framework).play(plan, cluster)
     schedule = _schedule(options.schedule, plan)
     return plan, cluster, simulate.simulate(plan, cluster, schedule=schedule, blocking=options.blocking)
 
@@ -92,7 +102,7 @@ def _simulate(options: argparse.Namespace) -> int:
 
 def _simulated(plan: Plan, timeline: Timeline, options: argparse.Namespace) -> Iterator[str]:
     predicted = plan.predicted
-    how = options.schedule + (", transfers block" if options.blocking else "")
+    how = options.framework or options.schedule + (", transfers block" if options.blocking else "")
     yield f"{plan.profile_name} on {plan.cluster_name}, played as {how}"
     difference = timeline.iteration_s / predicted.iteration_s - 1
     yield (
@@ -232,10 +242,13 @@ def _compare(options: argparse.Namespace) -> int:
     if options.measured is not None:
         if len(plans) > 1:
             raise ValueError(f"--measured: a run of one plan is held against it, {len(plans)} plans are given")
-        from planner import measured
+        from planner import frameworks, measured
 
-        print(measured.comparison_text(plans[0], measured.load(options.measured), cluster))
+        framework = frameworks.named(options.framework) if options.framework is not None else None
+        print(measured.comparison_text(plans[0], measured.load(options.measured), cluster, framework))
         return 0
+    if options.framework is not None:
+        raise ValueError("--framework: goes with --measured, to play the plan as what ran it")
     timelines = [simulate.simulate(plan, cluster) for plan in plans]
     print(page.comparison_text(page.compare(plans, options.plans, timelines)))
     return 0

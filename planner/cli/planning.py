@@ -30,6 +30,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     plan.add_argument("--global-batch", type=int, metavar="N", help="samples per iteration")
     plan.add_argument("--micro-batch", type=_sizes, metavar="B,..", help="micro-batch sizes allowed, as 1,2,4")
     plan.add_argument("--tp", type=_sizes, metavar="D,..", help="tensor-parallel degrees allowed, as 1,2")
+    plan.add_argument("--framework", metavar="NAME", help="memory and sync of deepspeed, megatron or torch")
     plan.add_argument("--precision", choices=("fp32", "mixed"))
     plan.add_argument("--optimizer", choices=("adam", "sgd", "momentum"))
     plan.add_argument("--memory-margin", type=float, metavar="SHARE", help="part of each device kept free, as 0.05")
@@ -67,6 +68,10 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 def _plan(options: argparse.Namespace) -> int:
     profile, cluster = ModelProfile.load(options.profile), Cluster.load(options.cluster)
+    if options.framework is not None:
+        from planner import frameworks
+
+        profile = frameworks.named(options.framework).profile(profile)
     job = _job(options)
     if options.time_limit is not None and not options.time_limit > 0:
         raise ValueError(f"--time-limit: {options.time_limit} is not a time in seconds")
@@ -122,7 +127,7 @@ def _report(path: Path, plans: Sequence[Plan], profile: ModelProfile, cluster: C
 
 
 def _job(options: argparse.Namespace) -> Job:
-    job = Job.load(options.job) if options.job is not None else Job()
+    job = Job.load(options.job) if options.job is not None else _default_job(options)
     given = {
         "global_batch": options.global_batch,
         "micro_batches": options.micro_batch,
@@ -135,6 +140,15 @@ def _job(options: argparse.Namespace) -> Job:
     }
     changes = {name: value for name, value in given.items() if value is not None}
     return dataclasses.replace(job, **changes)
+
+
+def _default_job(options: argparse.Namespace) -> Job:
+    """The framework's, where one is named; a job file says everything itself."""
+    if options.framework is None:
+        return Job()
+    from planner import frameworks
+
+    return frameworks.named(options.framework).job()
 
 
 def _outputs(output: str | None, count: int) -> list[Path]:

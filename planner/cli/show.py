@@ -50,6 +50,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     explain.add_argument("plan", metavar="PLAN")
     explain.add_argument("--profile", required=True, metavar="PROFILE")
     explain.add_argument("--cluster", required=True, metavar="CLUSTER")
+    explain.add_argument("--framework", metavar="NAME", help="that the plan was made for")
     explain.add_argument("--all", action="store_true", help="every pipeline, not one of each group of equal ones")
 
 
@@ -328,6 +329,10 @@ def _link_matrix(cluster: Cluster, classes: Sequence[tuple[str, list[Node]]]) ->
 def _explain(options: argparse.Namespace) -> int:
     plan = Plan.load(options.plan)
     profile, cluster = ModelProfile.load(options.profile), Cluster.load(options.cluster)
+    if options.framework is not None:
+        from planner import frameworks
+
+        profile = frameworks.named(options.framework).profile(profile)
     print("\n".join(_explained(plan, profile, cluster, options.all)))
     return 0
 
