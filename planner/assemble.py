@@ -420,7 +420,7 @@ def _blocks(question: Question, pipelines: Sequence[Pipeline]) -> tuple[tuple[Bl
         holders = dict.fromkeys(tied[:2] if alone else tied[1:2], once)
         if alone:
             nbytes = -(-once * gradient // min_tp)
-            peers = [question.cluster.device(pipelines[p].stages[s].devices[0]) for p, s in owners]
+            peers = [pipelines[p].stages[s] for p, s in owners]
             calls, seconds = _all_reduce(question, nbytes, 1, 1, peers)
             tied_blocks = (
                 TiedBlock(
@@ -433,10 +433,7 @@ def _blocks(question: Question, pipelines: Sequence[Pipeline]) -> tuple[tuple[Bl
         kinds = [question.profile.kind_of(l) for l in range(i, j)]
         parameters = [kind.trained - holders.get(l, 0) for l, kind in zip(range(i, j), kinds) if kind.trainable]
         nbytes = -(-sum(parameters) * gradient // min_tp)
-        peers = [
-            question.cluster.device(pipeline.stages[s].devices[0])
-            for pipeline, s in zip(pipelines, owners_of, strict=True)
-        ]
+        peers = [pipeline.stages[s] for pipeline, s in zip(pipelines, owners_of, strict=True)]
         tensors = sum(kind.num_tensors for kind in kinds if kind.trainable)
         calls, seconds = _all_reduce(question, nbytes, len(parameters), tensors, peers)
         blocks.append(Block(layers=(i, j), owners=owners_of, gradient_bytes=nbytes, num_chunks=calls, reduce_s=seconds))
@@ -448,19 +445,29 @@ def _owner(pipeline: Pipeline, l: int) -> int:
 
 
 def _all_reduce(
-    question: Question, nbytes: int, layers: int, tensors: int, peers: Sequence[Device]
+    question: Question, nbytes: int, layers: int, tensors: int, owners: Sequence[Stage]
 ) -> tuple[int, float]:
-    """Calls and seconds of a ring over these devices, node by node, on the slowest of its links."""
-    if len(peers) < 2 or not nbytes:
+    """Calls and seconds of a ring over the owners, node by node, on the slowest of its links.
+
+    The tp ranks of a stage reduce their shards side by side: where they share a network port, each gets its part.
+    """
+    if len(owners) < 2 or not nbytes:
         return 0, 0.0
-    job, ring = question.job, sorted(peers, key=lambda device: (device.node, device.index))
-    links = tuple(dict.fromkeys(question.cluster.link(a, b) for a, b in zip(ring, (*ring[1:], ring[0]), strict=True)))
+    job, cluster = question.job, question.cluster
+    ring = sorted(((cluster.device(s.devices[0]), s) for s in owners), key=lambda each: (each[0].node, each[0].index))
+    links: dict[tuple[Link, int], None] = {}
+    for (a, stage_a), (b, stage_b) in zip(ring, (*ring[1:], ring[0]), strict=True):
+        side_by_side = max(cluster.sharing(s.devices) for s in (stage_a, stage_b)) if a.node != b.node else 1
+        links[cluster.link(a, b), side_by_side] = None
+
+    def seconds(size: float) -> float:
+        return max(n * float(cost.ring_all_reduce_s(size, len(ring), [link])) for link, n in links)
+
     calls = {"model": 1, "layer": layers, "tensor": tensors}.get(job.sync_granularity)
     if calls is not None:
-        return calls, calls * float(cost.ring_all_reduce_s(nbytes / calls, len(ring), links))
+        return calls, calls * seconds(nbytes / calls)
     full, rest = divmod(nbytes, job.sync_chunk_bytes)
-    whole = full * float(cost.ring_all_reduce_s(job.sync_chunk_bytes, len(ring), links)) if full else 0.0
-    return full + (rest > 0), whole + float(cost.ring_all_reduce_s(rest, len(ring), links))
+    return full + (rest > 0), (full * seconds(job.sync_chunk_bytes) if full else 0.0) + seconds(rest)
 
 
 def _warnings(question: Question, found: Found) -> list[str]:

@@ -478,6 +478,13 @@ class Cluster(Document):
         return {device.name: device for device in self.devices}
 
     @cached
+    def sharing(self, names: tuple[str, ...]) -> int:
+        """Most of these devices, all of one node, that use the same network port."""
+        devices = [self.device(name) for name in names]
+        ports = [self.nodes[device.node].nic_of(device.index) for device in devices]
+        return max(ports.count(port) for port in ports)
+
+    @cached
     def num_devices(self, device_type: str) -> int:
         """How many devices there are of a type."""
         return sum(node.devices.count(device_type) for node in self.nodes)

@@ -24,7 +24,7 @@ from planner.job import BytesPerParameter, Job
 from planner.schedule import Action, Kind, Schedule
 
 if TYPE_CHECKING:
-    from planner.cluster import Cluster, Device
+    from planner.cluster import Cluster
     from planner.plans import Block, Pipeline, Plan, Stage
     from planner.profile import Cell, ModelProfile
     from planner.simulate import Timeline
@@ -207,21 +207,13 @@ def _rings_s(cluster: Cluster, plan: Plan, owners: Iterable[tuple[int, int]], si
     for (a, stage_a), (b, stage_b) in zip(ring, ring[1:] + ring[:1]):
         if a == b:
             continue
-        side_by_side = 1 if a.node == b.node else max(_on_one_port(cluster, each) for each in (stage_a, stage_b))
+        side_by_side = 1 if a.node == b.node else max(cluster.sharing(each.devices) for each in (stage_a, stage_b))
         link = cluster.link(a, b)
         step_s = [
             max(least, side_by_side * float(link.seconds(nbytes / len(ring))))
             for least, nbytes in zip(step_s, sizes, strict=True)
         ]
     return 2 * (len(ring) - 1) * math.fsum(step_s)
-
-
-def _on_one_port(cluster: Cluster, stage: Stage) -> int:
-    """Most devices of a stage that share a network port."""
-    devices: list[Device] = [cluster.device(name) for name in stage.devices]
-    node = cluster.nodes[devices[0].node]
-    ports = [node.nic_of(device.index) for device in devices]
-    return max(ports.count(port) for port in ports)
 
 
 def deepspeed(num_stages: int, num_micro_batches: int) -> Schedule:

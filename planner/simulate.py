@@ -6,8 +6,8 @@ lists becomes the same kind of value by `lay_out`.
 
 Compute
     1. A rank runs its compute actions in the order of its list, one at a time, each as soon as it can.
-    2. F of stage s waits for the activation of stage s - 1, B and I for the gradient of stage s + 1. W, and whatever
-       comes from a stage of the same rank, waits for nothing else: the list has it later.
+    2. F of stage s waits for the activation of stage s - 1, B and I for the gradient of stage s + 1. Nothing waits for
+       what its own rank computes (W for its I, or for a stage of the same rank): the list has it later.
     3. UPDATE starts when the last backward and all reductions of the rank have ended.
 Transfers
     4. One is ready when its producer ends, or where a list has the SEND, when the rank comes to it. It takes the
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from planner.plans import Block, Plan, Stage
 
 RING_BYTES = float(1 << 26)  # message size at which links of a device are compared
-_BY_TIME = itemgetter(1, 2)
+_BY_TIME, _END = itemgetter(1, 2), itemgetter(2)
 OVERLAP_S = 1e-9  # measured events may overlap by so much: rounding
 BACKWARD = frozenset((Kind.B, Kind.I))  # make the gradient for the stage before
 GRADIENTS = frozenset((Kind.B, Kind.W))  # complete the gradients of the weights
@@ -411,8 +411,7 @@ class Timeline:
     def peak_in_flight(self, pipeline: int, stage: int) -> int:
         """Most micro-batches a stage held at once: F begun, B (or W) not ended."""
         kinds = [action.kind for action, _, _ in self.lane(pipeline, stage).events if action.stage == stage]
-        freed = Kind.W if Kind.W in kinds else Kind.B
-        return max(itertools.accumulate((kind is Kind.F) - (kind is freed) for kind in kinds), default=0)
+        return max(itertools.accumulate((kind is Kind.F) - (kind in GRADIENTS) for kind in kinds), default=0)
 
 
 # Playing ---------------------------------------------------------------------------------------------------------
@@ -451,8 +450,8 @@ def play(load: Workload, *, blocking: bool = False) -> Timeline:
 
 @contextmanager
 def _collector_off() -> Iterator[None]:
-    """Nothing made here goes round in circles, and the collector would look through all of it again and again, in
-    which play spent a third of its time."""
+    """Playing makes hundreds of thousands of small values, none of which goes round in circles once it is over; the
+    collector would look through all of them again and again, for a third of the time."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -485,7 +484,9 @@ def _play(load: Workload, blocking: bool) -> Timeline:
         for p, s in each.reduction.members if each.end_s > each.start_s else ():
             event = Event(Action(s, Kind.REDUCE_GRAD, i), each.start_s, each.end_s)
             reductions[p, load.pipelines[p][0].rank_of(s)].append(event)
-    return _timeline(load, ran, transfers, reductions, blocking, _critical_path(compute, sync, updates))
+    path = _critical_path(compute, sync, updates)
+    compute.untie()
+    return _timeline(load, ran, transfers, reductions, blocking, path)
 
 
 @dataclass(slots=True, eq=False)
@@ -573,7 +574,7 @@ class _Exchange(NamedTuple):
 
 _Key = tuple[int, int]  # (pipeline, rank)
 _Name = str | tuple[int, int]  # of a port: of the network, or of one rank
-_Cause = tuple[_Rank, int] | _Moved | None  # a compute event of a rank, a transfer, or the start of the iteration
+_Cause = tuple[int, int] | _Moved | None  # (position of a rank, its compute event), a transfer, or the start of it all
 
 
 class _Compute:
@@ -585,6 +586,7 @@ class _Compute:
 
     def __init__(self, load: Workload, blocking: bool) -> None:
         self.ranks: list[_Rank] = []
+        self.routes: list[_Route] = []
         self.transfers: list[_Moved] = []
         self.heap: list[tuple[float, int, int, int, int]] = []
         self.out_ports: dict[_Name, _Port] = {}
@@ -593,6 +595,7 @@ class _Compute:
             ranks = [_Rank((p, r), len(self.ranks) + r) for r in range(len(lists.ranks))]
             self.ranks += ranks
             forth, back = self._routes(p, lists, works, ranks)
+            self.routes += [*forth, *back]
             explicit = any(action.kind in TRANSFERS for actions in lists.ranks for action in actions)
             for rank, actions in zip(ranks, lists.ranks, strict=True):
                 rank.steps = list(_steps(actions, works, forth, back, explicit, blocking))
@@ -628,7 +631,7 @@ class _Compute:
             rank.now_s = now_s
             rank.at += 1
             if isinstance(step, _Step):
-                rank.cause = (rank, len(rank.events) - 1)
+                rank.cause = (position, len(rank.events) - 1)
                 for route, k in step.gives:
                     if route.direct or not route.seconds:
                         self._deliver(route, k, now_s, rank.cause)
@@ -638,6 +641,15 @@ class _Compute:
         for rank in self.ranks:
             if rank.at < len(rank.steps):
                 raise ValueError(f"the lists wait for each other in a circle: {'; '.join(_circle(rank))}")
+
+    def untie(self) -> None:
+        """Drop what leads round in circles, so that everything goes as soon as nobody uses it."""
+        for rank in self.ranks:
+            rank.steps, rank.causes, rank.cause = [], [], None
+        for port in (*self.out_ports.values(), *self.in_ports.values()):
+            port.last = None
+        for route in self.routes:
+            route.causes.clear()
 
     def _go_on(self, rank: _Rank) -> None:
         """Begin the next step if nothing is missing."""
@@ -797,7 +809,7 @@ class _Running:
     then: _Running | None = None
     joined_s: float = -1.0
     member: tuple[int, int] = (0, 0)  # who joins last
-    backward: tuple[_Rank, int] | None = None  # and the event that made its gradients complete
+    backward: tuple[int, int] | None = None  # and the event that made its gradients complete
     start_s: float = 0.0
     end_s: float = math.inf  # as things stand
     rest_s: float = 0.0  # at full pace, from since_s on
@@ -845,7 +857,7 @@ class _Sync:
     def _join(self, rank: _Rank) -> None:
         """A rank joins its reductions one by one, each when its gradients are complete (rule 8)."""
         last = {event.action.stage: n for n, event in enumerate(rank.events) if event.action.kind in GRADIENTS}
-        now_s, backward = -1.0, (rank, 0)
+        now_s, backward = -1.0, (rank.position, 0)
         for each in self.of_rank.get(rank.key, ()):
             own = [(n, s) for n, (p, s) in enumerate(each.reduction.members) if p == rank.key[0] and s in last]
             for n, s in own:
@@ -853,7 +865,7 @@ class _Sync:
                 part = each.reduction.ready[n] if each.reduction.ready else 1.0
                 ready_s = end_s if part == 1 else start_s + part * (end_s - start_s)
                 if ready_s > now_s:
-                    now_s, backward = ready_s, (rank, last[s])
+                    now_s, backward = ready_s, (rank.position, last[s])
             if now_s > each.joined_s:
                 each.joined_s, each.member, each.backward = now_s, (rank.key[0], own[0][1]), backward
 
@@ -955,7 +967,7 @@ def _updates(load: Workload, compute: _Compute, sync: _Sync) -> dict[_Key, list[
     updates: dict[_Key, list[Event]] = {}
     for rank in compute.ranks:
         lists, works = load.pipelines[rank.key[0]]
-        now_s = max([rank.events[-1].end_s, *(each.end_s for each in sync.of_rank.get(rank.key, ()))])
+        now_s = max([rank.now_s, *(each.end_s for each in sync.of_rank.get(rank.key, ()))])
         for s, work in enumerate(works):
             if work.update_s and lists.rank_of(s) == rank.key[1]:
                 event = Event(Action(s, Kind.UPDATE), now_s, now_s + work.update_s)
@@ -1017,7 +1029,7 @@ def _timeline(
     moved = {key: tuple(sorted(each, key=_BY_TIME)) for key, each in transfers.items()}
     reduced = {key: tuple(sorted(each, key=_BY_TIME)) for key, each in reductions.items()}
     kinds = (ran, moved, reduced)
-    iteration_s = max(event.end_s for kind in kinds for each in kind.values() for event in each)
+    iteration_s = max(max(map(_END, each), default=0.0) for kind in kinds for each in kind.values())
     lanes, pipelines_s = [], []
     for p, (lists, works) in enumerate(load.pipelines):
         ends_s = []
@@ -1026,7 +1038,7 @@ def _timeline(
             stages = tuple(s for s in range(lists.num_stages) if lists.rank_of(s) == r)
             here = [works[s] for s in stages]
             waits = moved[key] if blocking else ()
-            ends_s.append(max(event.end_s for event in ran[key] if event.action.kind is not Kind.UPDATE))
+            ends_s.append(next(event.end_s for event in reversed(ran[key]) if event.action.kind is not Kind.UPDATE))
             lanes.append(
                 Lane(
                     pipeline=p,
@@ -1055,27 +1067,24 @@ def _idle(
     moving, reducing = _union(blocking), _union(reductions)
     now_s, first, computing = 0.0, True, True
 
-    def after_backward(until_s: float) -> None:
-        sync_s = _covered(reducing, now_s, until_s)
+    def wait(until_s: float, reason: str) -> None:
+        sync_s = _covered(reducing, now_s, until_s) if reason == "peers_s" else 0.0
+        transfer_s = min(_covered(moving, now_s, until_s), until_s - now_s - sync_s)
         seconds["sync_s"].append(sync_s)
-        seconds["peers_s"].append(until_s - now_s - sync_s)
+        seconds["transfer_s"].append(transfer_s)
+        seconds[reason].append(until_s - now_s - sync_s - transfer_s)
 
     for (_, kind, _), start_s, end_s in ran:
         if start_s < now_s - OVERLAP_S:
             raise ValueError(f"{where}: an action begins at {start_s} s, before the one ahead of it ends at {now_s} s")
         if start_s > now_s:
-            if kind is Kind.UPDATE:
-                after_backward(start_s)
-            else:
-                moving_s = _covered(moving, now_s, start_s)
-                seconds["transfer_s"].append(moving_s)
-                reason = "warm_up_s" if first else "activation_s" if kind is Kind.F else "gradient_s"
-                seconds[reason].append(start_s - now_s - moving_s)
+            ahead = "warm_up_s" if first else "activation_s" if kind is Kind.F else "gradient_s"
+            wait(start_s, "peers_s" if kind is Kind.UPDATE else ahead)
         now_s, first, computing = max(now_s, end_s), False, kind is not Kind.UPDATE
-    reduced_s = max((end_s for _, end_s in reducing), default=0.0)
-    if computing and reduced_s > now_s:
-        after_backward(reduced_s)
-        now_s = reduced_s
+    last_s = max((end_s for _, end_s in (*reducing[-1:], *moving[-1:])), default=0.0)
+    if computing and last_s > now_s:
+        wait(last_s, "peers_s")
+        now_s = last_s
     seconds["end_s"].append(iteration_s - now_s)
     return Idle(**{name: math.fsum(each) for name, each in seconds.items()})
 
@@ -1106,7 +1115,6 @@ def _memory(ran: Sequence[Event], needs: Mapping[int, StageBytes | None]) -> Mem
     known = [need for need in needs.values() if need is not None]
     if len(known) < len(needs):
         return None
-    split = {action.stage for action, _, _ in ran if action.kind is Kind.W}
     times, levels = [0.0], [(0, 0, 0)]
     activations = logits = 0
 
@@ -1129,7 +1137,7 @@ def _memory(ran: Sequence[Event], needs: Mapping[int, StageBytes | None]) -> Mem
             logits += need.logits
         if kind is not Kind.UPDATE:
             record(start_s, need.workspace)
-        if kind is Kind.W or (kind is Kind.B and stage not in split):
+        if kind in GRADIENTS:
             activations -= need.activations
             logits -= need.logits
         record(end_s, 0)
@@ -1156,8 +1164,8 @@ def _critical_path(
     own = updates.get(last.key, ())
     path += [(last.key[0], event) for event in reversed(own)]
     at_s = own[0].start_s if own else _end_s(last, sync, updates)
-    if last.events[-1].end_s == at_s:
-        cause = (last, len(last.events) - 1)
+    if last.now_s == at_s:
+        cause = last.cause
     else:
         reduction = next(each for each in sync.of_rank[last.key] if each.end_s == at_s)
     while reduction is not None:
@@ -1171,7 +1179,7 @@ def _critical_path(
             path.append((cause.route.sender.key[0], event))
             cause = cause.cause
         else:
-            rank, n = cause
+            rank, n = compute.ranks[cause[0]], cause[1]
             action, start_s, end_s = rank.events[n]
             path.append((rank.key[0], Event(action, start_s, min(end_s, at_s))))
             cause = rank.causes[n]
@@ -1182,7 +1190,7 @@ def _end_s(rank: _Rank, sync: _Sync, updates: Mapping[_Key, Sequence[Event]]) ->
     """When everything of a rank is over."""
     if rank.key in updates:
         return updates[rank.key][-1].end_s
-    return max([rank.events[-1].end_s, *(each.end_s for each in sync.of_rank.get(rank.key, ()))])
+    return max([rank.now_s, *(each.end_s for each in sync.of_rank.get(rank.key, ()))])
 
 
 # From a plan -----------------------------------------------------------------------------------------------------

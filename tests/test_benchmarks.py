@@ -21,7 +21,7 @@ from planner import Job, Plan, plan
 from planner.profile import sanity
 from planner.question import ask
 
-NAMES = ("peers", "search_time", "plan_quality")
+NAMES = ("peers", "search_time", "plan_quality", "fidelity", "fidelity_formula", "estimate")
 needs_data = pytest.mark.skipif(
     not (common.data_folder() / "sailor").is_dir(), reason=f"no measurements in {common.data_folder()} (set HPP_DATA)"
 )
@@ -109,7 +109,7 @@ def test_the_judge_agrees_with_the_prediction(tmp_path: Path) -> None:
     if judge is None:
         pytest.skip(str(why_not))
     case, folder = peers.CASES["opt-350m_8x8"], common.data_folder() / "sailor"
-    found = plan(peers.profile(case, folder), peers.cluster(case, folder), peers.job(case))
+    found = plan(peers.profile(case, folder), peers.cluster(case, folder), peers.job(case), judge="formula")
     found.save(tmp_path / "plan.json")
     judged = run_peers._judged(judge, case, tmp_path / "plan.json")
     assert judged.step_s == pytest.approx(found.predicted.iteration_s, rel=1e-3)

@@ -682,3 +682,17 @@ def test_oracle_table(chain: str, name: str, micro_batch: int, cut: Sequence[int
     # the same by a long way of micro-batches: sum + (m - 1) max
     walked = Template(table, np.ones(num_stages, dtype=np.int64)).walk(10_000)
     assert walked is not None and walked.max_s == pytest.approx(split.max_s, rel=1e-3)
+
+
+def test_tp_ranks_that_share_a_network_port_share_its_bandwidth() -> None:
+    """Two nodes of a tp pair: one port each for both ranks makes the ring between the nodes take twice as long."""
+    # 4 layers of 0.1 GB of gradients over 2 shards and 2 owners: 2 (2 - 1) steps of 0.1 GB at 1 GB/s = 0.2 s.
+    job = replace(PLAIN, bytes_per_parameter=BytesPerParameter(weights=1, gradients=1, optimizer=0), tp=(2,))
+    job = replace(job, sync_granularity="model", global_batch=16)
+    reduced = []
+    for nics in (None, 2, 1):
+        cluster = devices(*(Node(name=name, devices=("gpu",) * 2, link=INSIDE, nics=nics) for name in "ab"), memory=100)
+        found = solved(model(blocks(4), tps={2: 2.0}), cluster, job)
+        assert [len(p.stages) for p in found.pipelines] == [1, 1]
+        reduced.append(sum(block.reduce_s for block in found.blocks))
+    assert reduced == pytest.approx([0.2, 0.2, 0.4])
