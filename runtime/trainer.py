@@ -9,6 +9,7 @@ processes can finish the step, or none has begun to apply it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from torch import nn
 
 from planner import schedule as schedules
 from planner.plans import Plan
-from planner.schedule import Schedule
+from planner.schedule import Action, Kind, Schedule
 from runtime import execute
 from runtime.execute import Executor, Played
 from runtime.groups import Disconnected, Groups, RankFailed, communication
@@ -134,9 +135,12 @@ class Trainer:
         self.schedule = _schedules(self.plan, schedule)[self.place.pipeline]
         self.optimizer = optimizer([parameter for _, parameter in self.reducer.optimized()])
         self.executor: Any = None
-        self.step_index = 0
+        self.on_action: Callable[[Action], None] | None = None  # called before each action of the own engine
+        self.step_index = 0  # steps applied
+        self.committed: tuple[int, Result] | None = None  # the last step whose gradients are known to be complete
         self.tracing = False
-        self.trace: tuple[Played, ...] = ()
+        self.trace: tuple[Played, ...] = ()  # of the last step that began with `tracing`: compute, reductions, update
+        self.began_s = 0.0
 
     # What this process needs
 
@@ -178,25 +182,30 @@ class Trainer:
     def gradients(self, inputs: Any = None, targets: Any = None) -> Result:
         """Everything up to the commit: afterwards all processes have complete gradients, and none has used them."""
         x, y = self._micro_batches(inputs, self.is_first), self._micro_batches(targets, self.is_last)
-        if self.tracing:
-            with communication():
-                dist.barrier()
-        if self.executor is None:
-            self.executor = self._executor(x[0] if x else None)
         try:
+            if self.tracing:
+                with communication():
+                    dist.barrier()
+            if self.executor is None:
+                self.executor = self._executor(x[0] if x else None)
+            if self.on_action is not None:
+                self.executor.on_action = self.on_action
             self.reducer.zero()
             tokens = self._count_tokens(y)
+            self.began_s = time.perf_counter()
             loss = self.executor.run(x, [each if len(each) > 1 else each[0] for each in y], 1.0 / tokens)
             self.reducer.finish()
             result = self._commit(float(loss), tokens)
         except Disconnected as error:
             raise RankFailed(f"{self.place} in the gradient sync of step {self.step_index}: {error}") from None
+        self.committed = self.step_index, result
         if self.tracing:
-            self.trace = tuple(self.executor.trace)
+            self.trace = (*self.executor.trace, *self._reductions())
         return result
 
     def apply(self, result: Result) -> None:
         """Clip and update, on complete gradients."""
+        begun = time.perf_counter()
         if self.clip is not None and result.norm > self.clip:
             self.reducer.scale(self.clip / (result.norm + 1e-6))
         self.optimizer.step()
@@ -206,6 +215,10 @@ class Trainer:
         except Disconnected as error:
             raise RankFailed(f"{self.place} in the update of step {self.step_index}: {error}") from None
         self.step_index += 1
+        if self.tracing:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            self.trace = (*self.trace, self._played(Kind.UPDATE, None, begun, time.perf_counter()))
 
     def close(self) -> None:
         """Drop hooks, groups and the connection, so that others notice at once if this process leaves."""
@@ -223,7 +236,7 @@ class Trainer:
 
     def _create_groups(self) -> None:
         layout, most = self.layout, max(stage.tp for stage in self.plan.stages)
-        last = [tuple(sorted(layout.unit(p, len(q.stages) - 1)[0] for p, q in enumerate(self.plan.pipelines)))]
+        last = [self._last_ranks(t) for t in range(self.plan.pipelines[0].stages[-1].tp)]
         self.groups.create([shared.ranks for t in range(most) for shared in layout.shared(t)])
         self.groups.create([tuple(p.rank for p in layout.places if p.tp_rank == t) for t in range(most)])
         self.groups.create(last, "last")
@@ -236,6 +249,11 @@ class Trainer:
             ]
             self.groups.create(pipelines, "pipeline", single=True)
         execute.create_pairs(layout, self.groups)
+
+    def _last_ranks(self, tp_rank: int) -> tuple[int, ...]:
+        """Processes of one tp rank on the last stages, all of equal tp degree since they own one block."""
+        ends = [self.layout.unit(p, len(each.stages) - 1) for p, each in enumerate(self.plan.pipelines)]
+        return tuple(sorted(unit[tp_rank] for unit in ends))
 
     def _mesh(self) -> Any:
         """Device mesh of this stage's tp group; meshes of all stages are made by all processes in one order."""
@@ -269,6 +287,12 @@ class Trainer:
             self.layout, self.place, self.stage, self.model, actions, self.reducer, wires, boundaries, self.device
         )
 
+    def _reductions(self) -> list[Played]:
+        return [self._played(Kind.REDUCE_GRAD, *each) for each in self.reducer.log]
+
+    def _played(self, kind: Kind, index: int | None, begun: float, ended: float) -> Played:
+        return Played(Action(self.place.stage, kind, index), begun - self.began_s, ended - self.began_s)
+
     def _micro_batches(self, value: Any, wanted: bool) -> list[Tensors]:
         if not wanted:
             return []
@@ -290,10 +314,9 @@ class Trainer:
             return 1
         count = sum(self.model.count_tokens(each if len(each) > 1 else each[0]) for each in targets)
         total = torch.tensor([count], dtype=torch.int64, device=self.device)
-        if len(self.plan.pipelines) > 1 and self.place.tp_rank == 0:
-            ranks = tuple(sorted(self.layout.unit(p, len(q.stages) - 1)[0] for p, q in enumerate(self.plan.pipelines)))
+        if len(self.plan.pipelines) > 1:
             with communication():
-                dist.all_reduce(total, group=self.groups.of(ranks, "last"))
+                dist.all_reduce(total, group=self.groups.of(self._last_ranks(self.place.tp_rank), "last"))
         return max(int(total), 1)
 
     def _commit(self, loss: float, tokens: int) -> Result:

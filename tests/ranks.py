@@ -23,6 +23,8 @@ from planner.job import Job
 from planner.plans import Block, Pipeline, Plan, Predicted, Provenance, Stage, StageMemory, TiedBlock
 from runtime.model import Model
 
+torch.set_num_threads(1)  # also for what ranks are compared with: sums depend on the number of threads
+
 VOCABULARY, HIDDEN, LENGTH = 32, 16, 8
 LIMIT_S = 60.0
 
