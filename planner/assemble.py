@@ -91,7 +91,8 @@ def evaluate(question: Question, candidate: Candidate, *, reshare: bool = True) 
 
 def _evaluate(question: Question, candidate: Candidate, by_stage: bool, reshare: bool) -> Found | None:
     """Place, re-share the batch under the true links and price every term."""
-    costs_of = {each.micro_batch: each for each in question.costs}
+    num_pipelines = candidate.num_pipelines
+    costs_of = {each.micro_batch: each.with_owners(num_pipelines) for each in question.costs}
     chains = [chain for chain in candidate.chains for _ in range(chain.number)]
     chains.sort(key=lambda chain: (-len(chain.stages), chain))
     message = max(float(costs_of[chain.micro_batch].inputs.max()) for chain in chains)
@@ -121,7 +122,7 @@ def price(
     recompute
         Recomputed layers of each stage; None for the least that makes it fit, which must exist.
     """
-    costs_of = {each.micro_batch: each for each in question.costs}
+    costs_of = {each.micro_batch: each.with_owners(len(chains)) for each in question.costs}
     hand_overs = _hand_overs(question, chains, placed)
     synced = len(chains) > 1
     sync = _sync_terms(question, chains, placed, costs_of)
@@ -153,7 +154,7 @@ def price(
                     send_bytes=math.ceil(float(costs.inputs[j])) if sends else 0,
                     sync_s=sync[p][s].ring_s,
                     update_s=sync[p][s].update_s,
-                    memory=_memory(question, costs, k, i, j, in_flight, recomputed, synced),
+                    memory=_memory(question, costs, k, i, j, in_flight, recomputed, len(chains)),
                 )
             )
         time_s = cost.pipeline_s([stage.load_s for stage in stages], chain.num_micro_batches)
@@ -292,7 +293,14 @@ def _sync_terms(
 
 
 def _memory(
-    question: Question, costs: Costs, k: int, i: int, j: int, in_flight: int, recomputed: Sequence[int], synced: bool
+    question: Question,
+    costs: Costs,
+    k: int,
+    i: int,
+    j: int,
+    in_flight: int,
+    recomputed: Sequence[int],
+    num_pipelines: int,
 ) -> StageMemory:
     job, unit = question.job, question.classes[k]
     weights = gradients = optimizer = 0
@@ -311,11 +319,11 @@ def _memory(
     return StageMemory(
         weights=weights,
         gradients=gradients,
-        optimizer=optimizer,
+        optimizer=-(-optimizer // num_pipelines) if job.shard_optimizer else optimizer,
         activations=math.ceil(in_flight * kept),
         logits=math.ceil(in_flight * float(costs.logits[k, i:j].sum())),
         workspace=math.ceil(workspace),
-        sync_buffer=math.ceil(costs.sync_buffer) if synced else 0,
+        sync_buffer=math.ceil(costs.sync_buffer) if num_pipelines > 1 else 0,
         context=job.context_bytes + (job.tp_context_bytes if unit.tp > 1 else 0),
         capacity=question.cluster.device_type(unit.device_type).memory_bytes,
     )
@@ -447,7 +455,8 @@ def _owner(pipeline: Pipeline, l: int) -> int:
 def _all_reduce(
     question: Question, nbytes: int, layers: int, tensors: int, owners: Sequence[Stage]
 ) -> tuple[int, float]:
-    """Calls and seconds of a ring over the owners, node by node, on the slowest of its links.
+    """Calls and seconds of a ring over the owners, node by node, on the slowest of its links; the half of them that
+    reduces and scatters where the optimizer is sharded.
 
     The tp ranks of a stage reduce their shards side by side: where they share a network port, each gets its part.
     """
@@ -461,7 +470,8 @@ def _all_reduce(
         links[cluster.link(a, b), side_by_side] = None
 
     def seconds(size: float) -> float:
-        return max(n * float(cost.ring_all_reduce_s(size, len(ring), [link])) for link, n in links)
+        whole = max(n * float(cost.ring_all_reduce_s(size, len(ring), [link])) for link, n in links)
+        return whole / 2 if job.shard_optimizer else whole
 
     calls = {"model": 1, "layer": layers, "tensor": tensors}.get(job.sync_granularity)
     if calls is not None:

@@ -253,7 +253,8 @@ class _Search:
             out, few = [], []
             for costs in self.question.costs:
                 positions = min(POSITIONS, costs.num_layers)
-                load = cost.stage_table(costs, range(1, positions + 1), synced).load
+                roomiest = costs.with_owners(math.inf) if synced else costs
+                load = cost.stage_table(roomiest, range(1, positions + 1), synced).load
                 if not np.isfinite(load).any():
                     continue
                 cut = np.where(np.isfinite(costs.cut), costs.cut, math.inf)

@@ -79,6 +79,8 @@ class Costs:
         True if `update` is one figure per stage, the largest of its layers; else it adds up.
     extrapolated
         (K,) True where times lie outside the measured micro-batch sizes.
+    divided
+        (K, L) bytes of `state` that the owners of a layer divide among them, if the job shards the optimizer.
     """
 
     classes: tuple[DeviceClass, ...]
@@ -102,11 +104,23 @@ class Costs:
     tied: tuple[int, int, Array, float] | None
     update_per_stage: bool
     extrapolated: NDArray[np.bool_]
+    divided: Array | None = None
 
     @property
     def num_layers(self) -> int:
         """L."""
         return int(self.forward.shape[1])
+
+    def with_owners(self, num_pipelines: float) -> Costs:
+        """The costs if so many pipelines, at least, divide the optimizer state of every layer."""
+        if self.divided is None:
+            return self
+        less = (1 - 1 / num_pipelines) * self.divided
+        tied = self.tied
+        if tied is not None:
+            a, b, share, gradients = tied
+            tied = a, b, share * (1 - less[:, b] / np.maximum(self.state[:, b], 1.0)), gradients
+        return replace(self, state=self.state - less, tied=tied)
 
     @property
     def measured(self) -> NDArray[np.bool_]:
@@ -185,6 +199,7 @@ def layer_costs(
         tied=_tied(profile, classes, per_parameter),
         update_per_stage=profile.conditions.update_per == "stage",
         extrapolated=extrapolated,
+        divided=trained.reshape(state.shape) * per_parameter.optimizer if job.shard_optimizer else None,
     )
 
 
@@ -592,6 +607,10 @@ def sync_table(
     seconds = np.where(np.isfinite(costs.update), costs.update, 0.0)
     update = range_max(seconds) if costs.update_per_stage else ranges(seconds)
     ring, last = ring_seconds(costs, job, links, num_pipelines, min_tp, fastest)
+    if job.shard_optimizer:
+        # Half of the ring's steps reduce and scatter gradients; the other half gather weights, after the update.
+        update = update + ring / 2 * job.state.weights / max(job.state.gradients, 1)
+        ring, last = ring / 2, last / 2
     backward = ranges(np.where(np.isfinite(costs.backward), costs.backward, 0.0))
     hidden = np.zeros_like(ring) if job.sync == "exposed" or job.sync_granularity == "model" else backward
     exposed = np.where(ring > 0, np.maximum(ring - hidden, np.minimum(last, ring)), 0.0) if hidden.any() else ring

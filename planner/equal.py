@@ -48,7 +48,8 @@ def candidates(question: Question, *, even: bool = False, limit_s: float = math.
 
 def table(costs: Costs, depth: int, num_micro_batches: int, copies: int) -> StageTable:
     """Stage costs of pipelines of at most so many stages and micro-batches."""
-    return cost.stage_table(costs, [min(q, num_micro_batches) for q in range(1, depth + 1)], copies > 1)
+    in_flight = [min(q, num_micro_batches) for q in range(1, depth + 1)]
+    return cost.stage_table(costs.with_owners(copies), in_flight, copies > 1)
 
 
 def _numbers(question: Question) -> list[int]:

@@ -81,6 +81,10 @@ class Job(Document):
         Largest message of a ``block`` all-reduce.
     sync_buffer_bytes
         Memory for the sync; None for one chunk, the largest layer (``layer``, ``tensor``) or all gradients (``model``).
+    shard_optimizer
+        Whether the owners of a block each keep an equal part of its optimizer state and update it (ZeRO-1 by block):
+        its gradients are reduce-scattered, its weights gathered after the update. The search counts on two owners; a
+        plan counts all.
     max_depth
         Most stages in a pipeline; None for no limit.
     max_classes
@@ -105,6 +109,7 @@ class Job(Document):
     sync_granularity: Literal["tensor", "layer", "block", "model"] = "block"
     sync_chunk_bytes: int = 64 * MIB
     sync_buffer_bytes: int | None = None
+    shard_optimizer: bool = False
     max_depth: int | None = None
     max_classes: int | None = None
     extrapolate: bool = False
@@ -120,6 +125,8 @@ class Job(Document):
                 raise ValueError(f"{key}: {value} is negative, expected bytes")
         if not 0 <= self.memory_margin < 1:
             raise ValueError(f"memory_margin: {self.memory_margin} is not in [0, 1), expected a fraction such as 0.05")
+        if self.shard_optimizer and self.sync_granularity == "model":
+            raise ValueError("shard_optimizer: true with sync_granularity 'model', which has no blocks to shard")
         _check_choices("micro_batches", self.micro_batches)
         _check_choices("tp", self.tp)
         if self.micro_batches and min(self.micro_batches) > self.global_batch:

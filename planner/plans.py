@@ -640,6 +640,8 @@ class Audit:
 
         sync_buffer, sync_source = self._sync_buffer(kinds, tp)
         context = self.job.context_bytes + (self.job.tp_context_bytes if tp > 1 else 0)
+        owners = len(self.plan.pipelines) if self.job.shard_optimizer else 1
+        divided = f" over {owners} owners" if owners > 1 else ""
         of_them = f"{trained / 1e6:,.1f} M trained parameters on the rank" + (
             f" ({tied / 1e6:,.1f} M tied ones counted once)" if tied else ""
         )
@@ -648,7 +650,7 @@ class Audit:
                 "weights", held * state.weights, f"{held / 1e6:,.1f} M parameters on the rank x {state.weights:g} bytes"
             ),
             Term("gradients", trained * state.gradients, f"{of_them} x {state.gradients:g} bytes"),
-            Term("optimizer", trained * state.optimizer, f"{of_them} x {state.optimizer:g} bytes"),
+            Term("optimizer", trained * state.optimizer / owners, f"{of_them} x {state.optimizer:g} bytes{divided}"),
             Term(
                 "activations",
                 in_flight * (kept + inputs),
@@ -854,7 +856,8 @@ class Audit:
         inside = self.profile.conditions.tp_communication == "inside" or stage.tp == 1
         for term in self.times(p, s):
             stored = getattr(stage, term.name)
-            exact = inside or term.name == "update_s"
+            gathers = self.job.shard_optimizer and len(self.plan.pipelines) > 1  # weights, after the update
+            exact = not gathers if term.name == "update_s" else inside
             if not _close(stored, term.value) and (exact or stored < term.value):
                 yield f"{at}: {term.name} is {stored:.6g}, the profile gives {term.value:.6g}"
         cuts = [self.hand_over(p, cut) for cut in (s - 1, s) if 0 <= cut < len(pipeline.stages) - 1]
@@ -1012,7 +1015,8 @@ class Audit:
         steps = [calls * 2 * (n - 1) * float(link.seconds(per_step)) for link in links]
         # Calls of unequal size are within twice what equal ones take; tp ranks may share a port between them.
         shared = max(self.cluster.sharing(self.plan.pipelines[p].stages[s].devices) for p, s in holders)
-        if not min(steps) / 2 <= stored_s <= max(steps) * 2 * shared:
+        halves = 2 if self.job.shard_optimizer else 1  # reduces and scatters; the update gathers
+        if not min(steps) / 2 / halves <= stored_s <= max(steps) * 2 * shared:
             yield f"{what}: reduce_s is {stored_s:.6g}, rings of {n} take {min(steps):.6g} to {max(steps):.6g}"
 
     def _headline(self) -> Iterator[str]:

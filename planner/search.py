@@ -249,7 +249,7 @@ def _rows(view: Question, depth: int, synced: bool, corner: Collection[tuple[int
     """One row per micro-batch size, in flight no more than the batch has of them; and one for each (micro-batch size,
     number of micro-batches fewer than stages) in `corner`."""
     rows = []
-    for costs in view.costs:
+    for costs in (each.with_owners(2 if synced else 1) for each in view.costs):
         all_of_them = max(1, view.need // costs.micro_batch)
         table = cost.stage_table(costs, [min(q, all_of_them) for q in range(1, depth + 1)], synced)
         if np.isfinite(table.load).any():

@@ -98,7 +98,7 @@ class Trainer:
         granularity: str | None = None,
         chunk_bytes: int | None = None,
         overlap: bool | None = None,
-        shard_optimizer: bool = False,
+        shard_optimizer: bool | None = None,
         engine: str = "own",
         timeout_s: float = TIMEOUT_S,
     ) -> None:
@@ -130,7 +130,7 @@ class Trainer:
             granularity=granularity or job.sync_granularity,
             chunk_bytes=chunk_bytes or job.sync_chunk_bytes,
             overlap=job.sync == "overlapped" if overlap is None else overlap,
-            shard=shard_optimizer,
+            shard=job.shard_optimizer if shard_optimizer is None else shard_optimizer,
         )
         self.schedule = _schedules(self.plan, schedule)[self.place.pipeline]
         self.optimizer = optimizer([parameter for _, parameter in self.reducer.optimized()])

@@ -696,3 +696,27 @@ def test_tp_ranks_that_share_a_network_port_share_its_bandwidth() -> None:
         assert [len(p.stages) for p in found.pipelines] == [1, 1]
         reduced.append(sum(block.reduce_s for block in found.blocks))
     assert reduced == pytest.approx([0.2, 0.2, 0.4])
+
+
+def test_n50_sharded_optimizer_state_counts_by_owners() -> None:
+    """N50: nothing gained by one pipeline; with two, half the optimizer state each, and models fit that did not."""
+    # A layer holds 1 unit of weights, 1 of gradients and 2 of optimizer state; 4 layers are 16 units, 12 if halved.
+    state = BytesPerParameter(weights=1, gradients=1, optimizer=2)
+    job = replace(PLAIN, bytes_per_parameter=state, global_batch=8, tp=(1,), max_depth=1)
+    profile = model(blocks(4, output_bytes=0))
+    for memory, fits in ((16, True), (12, False)):
+        cluster = devices({"gpu": 2}, memory=memory)
+        if fits:
+            assert len(solved(profile, cluster, job).pipelines) == 2
+        else:
+            with pytest.raises(Infeasible):
+                plan(profile, cluster, job)
+        sharded = solved(profile, cluster, replace(job, shard_optimizer=True))
+        assert [stage.memory.optimizer for stage in sharded.stages] == [4 * SIZE, 4 * SIZE]
+    # The ring: 2 (2 - 1) steps of 0.2 GB at 10 GB/s; its first half hides behind backward but for the last chunk, the
+    # gathering half comes after the update.
+    (block,) = sharded.blocks
+    assert block.reduce_s == pytest.approx(0.02) and sharded.stages[0].update_s == pytest.approx(0.02)
+    alone = replace(job, shard_optimizer=True, global_batch=1)
+    with pytest.raises(Infeasible):
+        plan(profile, devices({"gpu": 1}, memory=12), alone)

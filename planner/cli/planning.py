@@ -35,6 +35,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     plan.add_argument("--optimizer", choices=("adam", "sgd", "momentum"))
     plan.add_argument("--memory-margin", type=float, metavar="SHARE", help="part of each device kept free, as 0.05")
     plan.add_argument("--sync", choices=("overlapped", "exposed"), help="how gradient sync is charged")
+    plan.add_argument("--shard-optimizer", action="store_true", help="owners of a block share its optimizer state")
     plan.add_argument("--no-recompute", action="store_true", help="never recompute activations")
     plan.add_argument("--top", type=_positive, default=1, metavar="K", help="show the K best plans")
     plan.add_argument("--time-limit", type=float, metavar="S", help="stop after S seconds with the best plan so far")
@@ -137,6 +138,7 @@ def _job(options: argparse.Namespace) -> Job:
         "memory_margin": options.memory_margin,
         "sync": options.sync,
         "recompute": False if options.no_recompute else None,
+        "shard_optimizer": options.shard_optimizer or None,
     }
     changes = {name: value for name, value in given.items() if value is not None}
     return dataclasses.replace(job, **changes)
