@@ -474,11 +474,7 @@ def _play(load: Workload, blocking: bool) -> Timeline:
     sync.run()
     updates = _updates(load, compute, sync)
     ran = {rank.key: [*rank.events, *updates.get(rank.key, ())] for rank in compute.ranks}
-    transfers: dict[_Key, list[Event]] = {key: [] for key in ran}
-    for moved in compute.transfers:
-        route, start_s, end_s = moved.route, moved.start_s, moved.end_s
-        transfers[route.sender.key].append(Event(route.send(moved.k), start_s, end_s))
-        transfers[route.receiver.key].append(Event(route.receive(moved.k), start_s, end_s))
+    transfers = {rank.key: rank.transfers for rank in compute.ranks}
     reductions: dict[_Key, list[Event]] = {key: [] for key in ran}
     for i, each in enumerate(sync.all):
         for p, s in each.reduction.members if each.end_s > each.start_s else ():
@@ -513,6 +509,7 @@ class _Rank:
     latest_s: float = 0.0  # when the last of them ends
     events: list[Event] = field(default_factory=list)
     causes: list[_Cause] = field(default_factory=list)  # per event, what ended as it started
+    transfers: list[Event] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -587,7 +584,7 @@ class _Compute:
     def __init__(self, load: Workload, blocking: bool) -> None:
         self.ranks: list[_Rank] = []
         self.routes: list[_Route] = []
-        self.transfers: list[_Moved] = []
+        self.moved: list[_Moved] = []
         self.heap: list[tuple[float, int, int, int, int]] = []
         self.out_ports: dict[_Name, _Port] = {}
         self.in_ports: dict[_Name, _Port] = {}
@@ -662,15 +659,15 @@ class _Compute:
         action, k, seconds, needs, _ = step
         start_s, cause = rank.now_s, rank.cause
         if needs is not None:
-            arrival_s = needs.arrival_s.get(k)
-            if arrival_s is None:
+            if k not in needs.arrival_s:
                 rank.waits, rank.waits_for = needs, k
                 return
-            if arrival_s > start_s:
-                start_s, cause = arrival_s, needs.causes[k]
-        rank.events.append(Event(action, start_s, start_s + seconds))
+            if needs.arrival_s[k] > start_s:
+                start_s, cause = needs.arrival_s[k], needs.causes[k]
+        end_s = start_s + seconds
+        rank.events.append(Event(action, start_s, end_s))
         rank.causes.append(cause)
-        heapq.heappush(self.heap, (start_s + seconds, rank.key[0], action.stage, k, rank.position))
+        heapq.heappush(self.heap, (end_s, rank.key[0], action.stage, k, rank.position))
 
     def _move(self, route: _Route, k: int, ready_s: float, cause: _Cause) -> _Moved:
         """Queue a transfer at its ports (rule 5)."""
@@ -678,11 +675,14 @@ class _Compute:
         for port in route.ports:
             if port.free_s > start_s:
                 start_s, cause = port.free_s, port.last
-        moved = _Moved(route, k, start_s, start_s + route.seconds, cause)
+        end_s = start_s + route.seconds
+        moved = _Moved(route, k, start_s, end_s, cause)
         for port in route.ports:
-            port.free_s, port.last = moved.end_s, moved
-        self.transfers.append(moved)
-        self._deliver(route, k, moved.end_s, moved)
+            port.free_s, port.last = end_s, moved
+        self.moved.append(moved)
+        route.sender.transfers.append(Event(route.send(k), start_s, end_s))
+        route.receiver.transfers.append(Event(route.receive(k), start_s, end_s))
+        self._deliver(route, k, end_s, moved)
         return moved
 
     def _deliver(self, route: _Route, k: int, arrival_s: float, cause: _Cause) -> None:
@@ -848,7 +848,7 @@ class _Sync:
             if each.before is None:
                 self._at(each.joined_s, each)
         first_s = min((each.joined_s for each in self.all), default=math.inf)
-        for moved in compute.transfers:
+        for moved in compute.moved:
             if moved.end_s > first_s:
                 for name in self.on.keys() & moved.route.names:
                     self._at(moved.start_s, None, name, 1)
@@ -1065,25 +1065,26 @@ def _idle(
     """Every gap between the events of a rank, by what it waits for."""
     seconds: dict[str, list[float]] = {name: [] for name in IDLE}
     moving, reducing = _union(blocking), _union(reductions)
-    now_s, first, computing = 0.0, True, True
 
-    def wait(until_s: float, reason: str) -> None:
+    def wait(now_s: float, until_s: float, reason: str) -> None:
         sync_s = _covered(reducing, now_s, until_s) if reason == "peers_s" else 0.0
         transfer_s = min(_covered(moving, now_s, until_s), until_s - now_s - sync_s)
         seconds["sync_s"].append(sync_s)
         seconds["transfer_s"].append(transfer_s)
         seconds[reason].append(until_s - now_s - sync_s - transfer_s)
 
+    now_s = 0.0
     for (_, kind, _), start_s, end_s in ran:
         if start_s < now_s - OVERLAP_S:
             raise ValueError(f"{where}: an action begins at {start_s} s, before the one ahead of it ends at {now_s} s")
         if start_s > now_s:
-            ahead = "warm_up_s" if first else "activation_s" if kind is Kind.F else "gradient_s"
-            wait(start_s, "peers_s" if kind is Kind.UPDATE else ahead)
-        now_s, first, computing = max(now_s, end_s), False, kind is not Kind.UPDATE
+            ahead = "warm_up_s" if not now_s else "activation_s" if kind is Kind.F else "gradient_s"
+            wait(now_s, start_s, "peers_s" if kind is Kind.UPDATE else ahead)
+        now_s = end_s
+    computing = ran[-1].action.kind is not Kind.UPDATE
     last_s = max((end_s for _, end_s in (*reducing[-1:], *moving[-1:])), default=0.0)
     if computing and last_s > now_s:
-        wait(last_s, "peers_s")
+        wait(now_s, last_s, "peers_s")
         now_s = last_s
     seconds["end_s"].append(iteration_s - now_s)
     return Idle(**{name: math.fsum(each) for name, each in seconds.items()})
