@@ -164,7 +164,7 @@ def test_infeasible_exits_with_3(
         (["inspect", "other.json"], "hpp: other.json: schema 'mine' is not among hpp-profile/1"),
         (
             ["import", "salor", ".", "-o", "x.json"],
-            "hpp: format 'salor' is not among those: aceso, dnn-partitioning, galvatron, megatron, metis, pipedream, piper, sailor; did you mean 'sailor'?",
+            "hpp: format 'salor' is not among those: aceso, dnn-partitioning, ",
         ),
         (["import", "sailor", ".", "-o", "x.json"], "hpp: profiles_tmp.json: no such file"),
         (["explain", "plan.json", "--profile", "plan.json", "--cluster", "cluster.yaml"], "hpp: plan.json: schema: "),
