@@ -15,11 +15,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from runtime.groups import RankFailed
     from runtime.model import Model
+    from runtime.recover import Elastic
+    from runtime.task import Task
     from runtime.trainer import Trainer
 
-__all__ = ["Model", "RankFailed", "Trainer"]
+__all__ = ["Elastic", "Model", "RankFailed", "Task", "Trainer"]
 
-_HOMES = {"Model": "runtime.model", "RankFailed": "runtime.groups", "Trainer": "runtime.trainer"}
+_HOMES = {
+    "Elastic": "runtime.recover",
+    "Model": "runtime.model",
+    "RankFailed": "runtime.groups",
+    "Task": "runtime.task",
+    "Trainer": "runtime.trainer",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -354,7 +354,8 @@ def agree(
     arrives: Boundary = ()
     if before is not None:
         found: list[Any] = [None]
-        dist.recv_object_list(found, src=before.source)
+        with communication():
+            dist.recv_object_list(found, src=before.source)
         arrives = found[0]
         sample = tuple(torch.zeros(shape.size, dtype=shape.dtype, device=before.device) for shape in arrives)
     if after is None:
@@ -364,8 +365,9 @@ def agree(
         leaves = tuple(Shape.of(tensor) for tensor in as_tuple(stage(*sample)))
     if len(leaves) > TAGS_PER_MESSAGE:
         raise ValueError(f"{place}: hands over {len(leaves)} tensors, at most {TAGS_PER_MESSAGE} are supported")
-    for target in after.targets:
-        dist.send_object_list([leaves], dst=target)
+    with communication():
+        for target in after.targets:
+            dist.send_object_list([leaves], dst=target)
     return arrives, leaves
 
 

@@ -7,6 +7,7 @@ none twice. With gloo, sockets stay open while any reference to a group lives, s
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -31,7 +32,8 @@ def communication() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise Disconnected(" ".join(str(error).split())[:300]) from None
+        text = re.sub(r"^\[\S+\] ", "", " ".join(str(error).split()))  # without gloo's place in its source
+        raise Disconnected(text.partition(" This is typically")[0][:300]) from None
 
 
 class Groups:

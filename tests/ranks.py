@@ -3,6 +3,7 @@ search; a small model."""
 
 from __future__ import annotations
 
+import gc
 import io
 import multiprocessing
 import os
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # every optimizer does; once here, not in each rank
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -74,6 +76,7 @@ def _collect(pipes: Sequence[Any], limit_s: float) -> list[Any]:
 
 
 def _rank(rank: int, world: int, folder: str, pipe: Any, work: Callable[..., Any], arguments: Sequence[Any]) -> None:
+    gc.freeze()  # what came with the fork is not searched again and again
     torch.set_num_threads(1)
     os.environ["TORCH_DISTRIBUTED_DEBUG"] = "OFF"
     try:

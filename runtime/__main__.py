@@ -1,0 +1,340 @@
+"""``torchrun --nproc-per-node N -m runtime plan.json train.py:build``: trains under a plan, one process per device.
+
+``build()`` in ``train.py`` returns a `runtime.task.Task`, or a model and a function of (step, samples) for its batches.
+Processes are numbered like the plan's devices in natural order of their names, so nodes have to be started in that
+order; on a node, ``--nproc-per-node`` is the number of its devices in the plan. A plan of one device needs no torchrun.
+
+Prints a line per step, and at the end the peak memory of every stage beside the predicted one. ``--trace`` writes all
+three as a run that `hpp compare PLAN --measured FILE` reads. Exit codes: 0 done, 1 the run stopped, 2 bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import resource
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from planner import files, measured
+from planner.plans import Plan, Stage, seconds, size, table
+from runtime import given
+from runtime.execute import Played
+from runtime.groups import Disconnected, RankFailed
+from runtime.layout import Layout
+from runtime.recover import Elastic
+from runtime.task import Task
+from runtime.trainer import TIMEOUT_S, Result, Trainer
+
+OK, STOPPED, BAD_INPUT = 0, 1, 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one process; returns the exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        plan, task = _inputs(options)
+    except ValueError as error:
+        if _environment("LOCAL_RANK", 0) == 0:  # the others of this node see the same
+            print(f"runtime: {error}", file=sys.stderr)
+        return BAD_INPUT
+    device = _connect(options)
+    try:
+        _train(options, plan, task, device)
+        return OK
+    except (RankFailed, Disconnected) as error:
+        print(f"runtime: {error}", file=sys.stderr, flush=True)
+        return STOPPED
+    except ValueError as error:
+        print(f"runtime: rank {_environment('RANK', 0)}: {error}", file=sys.stderr, flush=True)
+        return BAD_INPUT
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m runtime", description="Train under a plan; started once per device, by torchrun."
+    )
+    parser.add_argument("plan", metavar="PLAN", help="plan file, as of `hpp plan -o`")
+    parser.add_argument("task", metavar="FILE:FUNCTION", help="function that returns a runtime.task.Task")
+    parser.add_argument("--steps", type=int, metavar="N", help="steps in all, in place of the task's")
+    parser.add_argument("--checkpoint", metavar="DIR", help="folder to go on from, and to save to at the end")
+    parser.add_argument("--every", type=int, metavar="K", help="save every K steps too")
+    parser.add_argument("--engine", choices=("own", "torch"), default="own", help="what plays the schedule")
+    parser.add_argument("--schedule", default="plan", metavar="NAME", help="schedule, if not the plan's own")
+    parser.add_argument("--trace", metavar="FILE", help="write when each action of the last step ran (CSV)")
+    parser.add_argument(
+        "--timeout", type=float, default=TIMEOUT_S, metavar="S", help="a process that does not answer for S s is lost"
+    )
+    parser.add_argument("--on", choices=("cpu", "cuda"), help="cuda where there is one, if not given")
+    parser.add_argument(
+        "--replan",
+        nargs=2,
+        metavar=("PROFILE", "CLUSTER"),
+        help="if processes are lost, go on with a new plan for the devices that are left",
+    )
+    return parser
+
+
+def _environment(name: str, default: int) -> int:
+    """A number that torchrun gives every process."""
+    return int(os.environ.get(name, default))
+
+
+# Before the start
+
+
+def _inputs(options: argparse.Namespace) -> tuple[Plan, Task]:
+    plan = Plan.load(options.plan)
+    for name in ("steps", "every", "timeout"):
+        value = getattr(options, name)
+        if value is not None and value <= 0:
+            raise ValueError(f"--{name}: {value}, expected more than 0")
+    if options.every is not None and options.checkpoint is None:
+        raise ValueError(f"--every: {options.every} without --checkpoint, expected a folder to save to")
+    if options.trace is not None and not Path(options.trace).parent.is_dir():
+        raise ValueError(f"--trace: there is no directory {Path(options.trace).parent}")
+    world, devices = _environment("WORLD_SIZE", 1), Layout(plan).world_size
+    if world != devices:
+        started = f"{world} process{'es' if world > 1 else ''} started"
+        raise ValueError(
+            f"{options.plan}: {started}, the plan needs one for each of its {devices} devices"
+            f" (torchrun --nproc-per-node {devices} on a single node)"
+        )
+    task = load_task(options.task, options.steps)
+    layers = plan.blocks[-1].layers[1]
+    if task.model.num_layers != layers:
+        raise ValueError(
+            f"{options.task}: the model has {task.model.num_layers} layers, the plan {layers} ({plan.profile_name})"
+        )
+    return plan, task
+
+
+def load_task(where: str, steps: int | None = None) -> Task:
+    """The task that ``file.py:function`` returns.
+
+    Parameters
+    ----------
+    steps
+        In place of the task's own; needed where the function returns a model and its batches only.
+
+    Raises
+    ------
+    ValueError
+        If there is no such file or function, or it returns something else.
+    """
+    built = given.load(where)
+    if isinstance(built[0], Task):
+        return built[0] if steps is None else replace(built[0], steps=steps)
+    if len(built) != 2 or not callable(built[1]):
+        raise ValueError(
+            f"{where}: returned {', '.join(type(each).__name__ for each in built)}, expected a runtime.task.Task, or a"
+            " model and a function of (step, samples) that returns inputs and targets"
+        )
+    if steps is None:
+        raise ValueError(f"{where}: returned a model and its batches only, expected --steps beside it")
+    try:
+        return Task(model=given.as_model(built[0]), batch=built[1], steps=steps)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def _connect(options: argparse.Namespace) -> torch.device:
+    cuda = options.on == "cuda" or (options.on is None and torch.cuda.is_available())
+    device = torch.device("cuda", _environment("LOCAL_RANK", 0)) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        alone = {} if "MASTER_ADDR" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        timeout = timedelta(seconds=options.timeout)
+        dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout, **alone)
+    return device
+
+
+# The run
+
+
+def _train(options: argparse.Namespace, plan: Plan, task: Task, device: torch.device) -> None:
+    memory = _Memory(device)
+    trainer_options = {
+        "device": device,
+        "engine": options.engine,
+        "schedule": options.schedule,
+        "timeout_s": options.timeout,
+    }
+    elastic = Elastic(
+        plan,
+        lambda new: task.trainer(new, **trainer_options),
+        task.batch,
+        checkpoint=options.checkpoint,
+        every=options.every,
+        timeout_s=options.timeout,
+        **_replanning(options, plan),
+    )
+    with elastic as run:
+        assert run.trainer is not None
+        told = _Told(run, task.steps, tracing=options.trace is not None)
+        told.before(run.trainer)
+        run.run(task.steps, told.after)
+        if run.trainer is None:
+            print(f"runtime: {run.me} has no part in the new plan and is done", file=sys.stderr)
+            return
+        told.at_end(memory, options.trace)
+
+
+def _replanning(options: argparse.Namespace, plan: Plan) -> dict[str, Any]:
+    """What `Elastic` needs to go on without lost processes."""
+    if options.replan is None:
+        return {}
+    from planner.cluster import Cluster
+    from planner.profile import ModelProfile
+    from planner.replan import replan
+
+    profile, cluster = ModelProfile.load(options.replan[0]), Cluster.load(options.replan[1])
+    if "MASTER_ADDR" in os.environ:
+        store: dist.Store = dist.TCPStore(os.environ["MASTER_ADDR"], _environment("MASTER_PORT", 0), is_master=False)
+    else:
+        store = dist.HashStore()
+
+    def without_lost(left: Sequence[str]) -> Plan:
+        gone = [device.name for device in cluster.devices if device.name not in left]
+        return replan(plan, profile, cluster, without=gone).plan
+
+    return {"replan": without_lost, "store": store}
+
+
+class _Told:
+    """What the first process prints and writes."""
+
+    def __init__(self, run: Elastic, steps: int, *, tracing: bool) -> None:
+        self.run, self.steps, self.tracing = run, steps, tracing
+        self.recoveries = 0
+        self.iterations_s: list[float] = []
+
+    @property
+    def speaks(self) -> bool:
+        return dist.get_rank() == 0
+
+    def before(self, trainer: Trainer) -> None:
+        """Before the first step."""
+        self._trace_last(trainer)
+        if self.speaks:
+            begun = f", from step {trainer.step_index} on" if trainer.step_index else ""
+            plan = trainer.plan
+            counts = (("pipeline", plan.pipelines), ("stage", plan.stages), ("device", plan.devices))
+            shape = ", ".join(f"{len(each)} {noun}{'s' * (len(each) > 1)}" for noun, each in counts)
+            print(f"{plan.profile_name} on {plan.cluster_name}: {shape}{begun}", flush=True)
+
+    def after(self, trainer: Trainer, result: Result, taken: float) -> None:
+        """After every step."""
+        self._trace_last(trainer)
+        if not self.speaks:
+            return
+        for recovery in self.run.recoveries[self.recoveries :]:
+            later = seconds(recovery.meet_s + recovery.plan_s + recovery.move_s)
+            print(f"lost {', '.join(recovery.lost)}: {recovery.failure}", flush=True)
+            print(f"on from step {recovery.step_index}, {later} later, state from the {recovery.source}", flush=True)
+        self.recoveries = len(self.run.recoveries)
+        self.iterations_s.append(taken)
+        predicted = trainer.plan.predicted.simulated_s or trainer.plan.predicted.iteration_s
+        print(
+            f"step {trainer.step_index}  loss {result.loss:.4f}  norm {result.norm:.4g}"
+            f"  {result.num_tokens / taken:,.0f} tokens/s  {seconds(taken)} (predicted {seconds(predicted)})",
+            flush=True,
+        )
+
+    def _trace_last(self, trainer: Trainer) -> None:
+        trainer.tracing = self.tracing and trainer.step_index == self.steps - 1
+
+    def at_end(self, memory: _Memory, path: str | None) -> None:
+        """After the last step."""
+        trainer = self.run.trainer
+        assert trainer is not None
+        place, stage = trainer.place, trainer.layout.stage(trainer.place)
+        mine = _Account(place.pipeline, place.stage, place.tp_rank, stage, memory.peak(), trainer.trace)
+        everyone: list[Any] | None = [None] * dist.get_world_size() if self.speaks else None
+        dist.gather_object(mine, everyone)
+        if everyone is None:
+            return
+        everyone.sort(key=lambda each: each[:3])
+        print("\n".join(_memory_table(everyone)), flush=True)
+        if path is not None:
+            files.write(path, "\n".join([",".join(measured.COLUMNS), *_rows(self.iterations_s, everyone), ""]))
+            print(f"wrote {path}", file=sys.stderr)
+
+
+class _Account(NamedTuple):
+    """What a process has to say at the end."""
+
+    pipeline: int
+    stage: int
+    tp_rank: int
+    planned: Stage
+    peak_bytes: int
+    trace: tuple[Played, ...]
+
+
+def _rows(iterations_s: Sequence[float], accounts: Sequence[_Account]) -> Iterator[str]:
+    """A run as `planner.measured` reads it; the first iteration, which warms up, is left out if there are others."""
+    for taken in iterations_s[1:] or iterations_s:
+        yield f"iteration_s,{taken:.9f},,,,,"
+    for each in accounts:
+        yield f"peak_bytes,{each.peak_bytes},{each.pipeline},{each.stage},,,"
+    for each in accounts:
+        for played in each.trace if each.tp_rank == 0 else ():
+            yield f"action,,{each.pipeline},,{played.action},{played.start_s:.9f},{played.end_s:.9f}"
+
+
+def _memory_table(accounts: Sequence[_Account]) -> list[str]:
+    """The fullest device of every stage."""
+    peaks: dict[tuple[int, int], int] = defaultdict(int)
+    planned = {(each.pipeline, each.stage): each.planned for each in accounts}
+    for each in accounts:
+        peaks[each.pipeline, each.stage] = max(peaks[each.pipeline, each.stage], each.peak_bytes)
+    rows = [
+        [str(p), str(s), stage.device_type, size(peaks[p, s]), size(stage.memory.total)]
+        for (p, s), stage in planned.items()
+    ]
+    return table([">pipeline", ">stage", "device", ">peak memory", ">predicted"], rows)
+
+
+class _Memory:
+    """Most memory that this process has in use from now on, with all that driver and libraries take."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        else:
+            with suppress(OSError):
+                Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+
+    def peak(self) -> int:
+        if self.device.type != "cuda":
+            return _resident()
+        free, total = torch.cuda.mem_get_info(self.device)
+        return total - free - torch.cuda.memory_reserved(self.device) + torch.cuda.max_memory_allocated(self.device)
+
+
+def _resident() -> int:
+    with suppress(OSError):
+        found = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
+        if found:
+            return 1024 * int(found[1])
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,442 @@
+"""Processes are killed in mid-step: the others go on, as if nothing had happened, or stop with one clear error."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # an optimizer imports it; once here rather than in every rank
+import torch.distributed as dist
+from ranks import make_batch, make_model, make_plan, start
+from test_runtime import reference, relative
+
+from planner.plans import Infeasible, Plan
+from runtime import RankFailed, Trainer, execute, reduce, state
+from runtime.groups import Disconnected
+from runtime.recover import Elastic, Meeting, Replan
+from runtime.torch_engine import _Stage as TorchStage
+
+TOLERANCE, STEPS, KILLED_AT = 1e-12, 4, 2
+SMALL = make_plan([([4, 6], 3), ([10], 3)])  # rank 1 runs layers 4 to 9 of pipeline 0; rank 2 has all layers too
+SMALL_LEFT = make_plan([([7, 3], 6)], order=[0, 2])  # rank 0 needs layers 4 to 6, which rank 2 has
+Kill = Callable[[Trainer], None]
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    """The optimizer of the reference."""
+    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
+
+
+def batch(plan: Plan) -> Callable[[int, range], Any]:
+    """Any samples of the reference's batches."""
+
+    def of(step: int, samples: range) -> Any:
+        inputs, targets = make_batch(plan.job.global_batch, step)
+        return inputs[samples.start : samples.stop], targets[samples.start : samples.stop]
+
+    return of
+
+
+def train(
+    rank: int,
+    folder: str,
+    plan: Plan,
+    left: Replan,
+    kills: dict[int, Kill],
+    tied: bool = False,
+    trainer: dict[str, Any] | None = None,
+    port: int | None = None,
+    **options: Any,
+) -> Any:
+    """Train with deaths; what is left of the run on this rank, or the error it ended with."""
+    gc.freeze()  # what the fork brought along: no collection goes through it
+    first = []
+
+    def make(new: Plan) -> Trainer:
+        model = make_model(10, tied=tied)
+        made = Trainer(new, model, optimizer=adamw, dtype=torch.float64, timeout_s=20.0, **(trainer or {}))
+        if not first and rank in kills:
+            kills[rank](made)
+        first.append(made)
+        return made
+
+    store = dist.FileStore(f"{folder}/store", -1) if port is None else dist.TCPStore("127.0.0.1", port)
+    losses: dict[int, float] = {}
+    try:
+        with Elastic(
+            plan, make, batch(plan), replan=left, store=store, timeout_s=20.0, **{"answer_s": 1.5, **options}
+        ) as run:
+            run.run(STEPS, lambda trainer, result, taken: losses.update({trainer.step_index: result.loss}))
+            if run.trainer is None:
+                return "idle"
+            named = run.trainer.stage.named_parameters(remove_duplicate=False)
+            return losses, {name: p.detach().clone() for name, p in named}, run.recoveries, run.trainer.step_index
+    except RankFailed as error:
+        return str(error)
+
+
+def goes_on(found: list[Any], *, lost: set[int], samples: int, tied: bool = False) -> list[Any]:
+    """Holds what the survivors have against one process; returns their recoveries."""
+    expected = reference(10, samples, tied=tied, masked=False, steps=STEPS)
+    seen: dict[str, torch.Tensor] = {}
+    recoveries = []
+    for rank, each in enumerate(found):
+        if rank in lost:
+            assert each is None
+            continue
+        assert not isinstance(each, str), each
+        losses, weights, recovered, step = each
+        assert step == STEPS
+        for n, loss in losses.items():
+            assert loss == pytest.approx(expected[n - 1][0], rel=TOLERANCE)
+        for name, weight in weights.items():
+            assert relative(weight, expected[-1][3][name]) <= TOLERANCE, name
+            assert torch.equal(weight, seen.setdefault(name, weight)), f"replicas of {name} differ"
+        recoveries.append(recovered)
+    assert len(seen) == len(expected[-1][3])
+    return recoveries
+
+
+# Deaths. Each makes its process end in step KILLED_AT.
+
+
+def die() -> None:
+    """Without a word, as on a loss of power."""
+    os._exit(7)
+
+
+def at_action(text: str, step: int = KILLED_AT) -> Kill:
+    """Before an action."""
+
+    def arm(trainer: Trainer) -> None:
+        trainer.on_action = lambda action: die() if str(action) == text and trainer.step_index == step else None
+
+    return arm
+
+
+def around(owner: Any, name: str, *, after: bool, step: int = KILLED_AT) -> Kill:
+    """Before or after a call."""
+
+    def arm(trainer: Trainer) -> None:
+        call = getattr(owner, name)
+
+        def dying(*arguments: Any, **options: Any) -> Any:
+            mine = trainer.step_index == step
+            if mine and not after:
+                die()
+            result = call(*arguments, **options)
+            if mine:
+                die()
+            return result
+
+        setattr(owner, name, dying)
+
+    return arm
+
+
+def in_update(trainer: Trainer) -> None:
+    """When some weights are updated and others are not."""
+    step = trainer.optimizer.step
+
+    def half() -> None:
+        if trainer.step_index == KILLED_AT:
+            trainer.optimizer.param_groups[0]["params"] = trainer.optimizer.param_groups[0]["params"][::2]
+            step()
+            die()
+        step()
+
+    trainer.optimizer.step = half  # type: ignore[method-assign]
+
+
+DEATHS: dict[str, Kill] = {
+    "F": at_action("1F1"),
+    "B": at_action("1B2"),
+    "a receive pending": around(execute.Wire, "receive", after=True),
+    "a send pending": around(execute.Wire, "send", after=True),
+    "a reduction not begun": around(reduce.Reducer, "_launch", after=False),
+    "a reduction pending": around(reduce.Reducer, "_launch", after=True),
+    "commit not begun": around(Trainer, "_commit", after=False),
+    "commit done": around(Trainer, "_commit", after=True),
+    "update": in_update,
+    "the first step": at_action("1F0", step=0),
+}
+
+
+def prepared(*plans: Plan) -> dict[frozenset[str], Plan]:
+    """Plans by the devices they are for."""
+    return {frozenset(plan.devices): plan for plan in plans}
+
+
+@pytest.mark.parametrize("death", DEATHS)
+def test_a_run_goes_on_after_a_death(death: str, tmp_path: Path) -> None:
+    """Killed at each kind of action: loss and weights of the others stay those of one process, within 1e-12."""
+    found = start(3, train, str(tmp_path), SMALL, prepared(SMALL_LEFT), {1: DEATHS[death]})
+    (first,), (second,) = goes_on(found, lost={1}, samples=12)
+    for recovery in (first, second):
+        assert recovery.lost == ("host:1",)
+        assert recovery.source == "replicas"
+        step = 0 if death == "the first step" else KILLED_AT
+        assert recovery.step_index == step + (death in ("commit done", "update"))
+    # Three layers of 16 x 16 x (3 + 1) + 2 x 16 x 32 + 7 x 16 + 16 numbers (bias of `down`, `out`, `up`, norm), of 8
+    # bytes each, as weight and two moments; and 4-byte step counts, one for each of 9 tensors.
+    numbers = 16 * 48 + (16 * 16 + 16) + (16 * 32 + 32) + (32 * 16 + 16) + 2 * 16
+    moments = 3 if recovery.step_index else 1  # no step, no optimizer state yet
+    assert first.received_bytes == 3 * (numbers * 8 * moments + (9 * 4 if moments == 3 else 0))
+    assert second.received_bytes == 0
+
+
+def deaf(trainer: Trainer) -> None:
+    """The connection goes just as the result of the commit should arrive."""
+    commit = trainer._commit
+
+    def unheard(*arguments: Any) -> Any:
+        result = commit(*arguments)
+        if trainer.step_index == KILLED_AT:
+            raise Disconnected("connection lost")
+        return result
+
+    trainer._commit = unheard  # type: ignore[method-assign]
+
+
+def test_a_step_that_one_process_knows_committed_is_applied_by_all(tmp_path: Path) -> None:
+    """Rank 2 has the result and applies it, rank 0 has not: it takes it from rank 2 and applies its own gradients."""
+    kills = {0: deaf, 1: around(Trainer, "_commit", after=True)}
+    found = start(3, train, str(tmp_path), SMALL, prepared(SMALL_LEFT), kills)
+    for (recovery,) in goes_on(found, lost={1}, samples=12):
+        assert recovery.step_index == KILLED_AT + 1
+
+
+def test_a_process_far_from_the_loss_goes_along(tmp_path: Path) -> None:
+    """Five ranks of two pipelines, the middle one of the second dies; layers move between four, tied ones too."""
+    plan = make_plan([([4, 6], 3), ([3, 3, 4], 3)], tied=True)
+    left = make_plan([([6, 4], 4), ([4, 6], 2)], order=[1, 4, 2, 0], tied=True)
+    found = start(5, train, str(tmp_path), plan, prepared(left), {3: at_action("1B0")}, True)
+    recoveries = goes_on(found, lost={3}, samples=12, tied=True)
+    assert all(recovery.received_bytes > 0 for (recovery,) in recoveries[1:3])
+
+
+def slow(trainer: Trainer) -> None:
+    """Computes for 0.3 s per action."""
+    trainer.on_action = lambda action: time.sleep(0.3 if trainer.step_index == KILLED_AT else 0)
+
+
+def test_a_process_that_computes_is_told(tmp_path: Path) -> None:
+    """Rank 2 talks to nobody before its last backward pass; the alarm stops it at its next action."""
+    kills = {1: at_action("1F0"), 2: slow}
+    _, (second,) = goes_on(start(3, train, str(tmp_path), SMALL, prepared(SMALL_LEFT), kills), lost={1}, samples=12)
+    assert re.fullmatch(
+        r"rank 2 \(pipeline 1 stage 0\) at 0[FB]\d: other processes have given up the step", second.failure
+    )
+
+
+def test_several_losses(tmp_path: Path) -> None:
+    """Two ranks of five at once, then a third while the rest of them makes its trainer under the new plan."""
+    plan = make_plan([([4, 6], 2), ([3, 7], 2), ([10], 2)])
+    two = make_plan([([4, 6], 4), ([10], 2)], order=[0, 3, 4])
+    three = make_plan([([2, 8], 6)], order=[3, 4])
+    kills = {1: at_action("1F1"), 2: at_action("0F1"), 0: second_trainer}
+    found = start(5, train, str(tmp_path), plan, prepared(two, three), kills)
+    for recoveries in goes_on(found, lost={0, 1, 2}, samples=12):
+        assert [recovery.lost for recovery in recoveries] == [("host:0", "host:1", "host:2")]
+        assert recoveries[0].step_index == KILLED_AT
+
+
+def second_trainer(trainer: Trainer) -> None:
+    """Dies when it makes another trainer, after it gave others its layers."""
+    build = Trainer.__init__
+    Trainer.__init__ = lambda self, *a, **k: (build(self, *a, **k), die())[0]  # type: ignore[method-assign]
+
+
+def test_a_plan_may_leave_devices_out(tmp_path: Path) -> None:
+    """Rank 2 gives rank 1 the layers that it lacks, and is done."""
+    left = {frozenset({"host:1", "host:2"}): make_plan([([10], 6)], order=[1])}
+    found = start(3, train, str(tmp_path), SMALL, left, {0: at_action("0F1")})
+    assert found[2] == "idle"
+    ((recovery,),) = goes_on([None, found[1], None], lost={0, 2}, samples=12)
+    assert recovery.lost == ("host:0",)
+    assert recovery.received_bytes > 0
+
+
+def test_the_torch_engine_recovers_too(tmp_path: Path) -> None:
+    """Killed in the middle of a schedule that `torch.distributed.pipelining` plays."""
+    kills = {1: around(TorchStage, "backward_one_chunk", after=False)}
+    work = partial(train, trainer={"engine": "torch"})
+    found = start(3, work, str(tmp_path), SMALL, prepared(SMALL_LEFT), kills)
+    goes_on(found, lost={1}, samples=12)
+
+
+def test_a_death_while_the_others_save(tmp_path: Path) -> None:
+    """What was begun is cleared up by the next save; the run goes on with the state in memory."""
+    work = partial(train, checkpoint=tmp_path / "saved", every=1)
+    kills = {1: around(state, "_sums", after=False)}
+    found = start(3, work, str(tmp_path), SMALL, prepared(SMALL_LEFT), kills)
+    for (recovery,) in goes_on(found, lost={1}, samples=12):
+        assert (recovery.source, recovery.step_index) == ("replicas", KILLED_AT)
+    assert sorted(each.name for each in (tmp_path / "saved").iterdir()) == ["step-00000003", "step-00000004"]
+
+
+# From the checkpoint
+
+
+LINE = make_plan([([3, 3, 4], 6)])
+LINE_LEFT = make_plan([([6, 4], 6)], order=[0, 2])
+
+
+@pytest.mark.parametrize(
+    ("every", "begins_at"), [(1, KILLED_AT), (STEPS, 0)], ids=["saved every step", "nothing saved yet"]
+)
+def test_layers_that_nobody_holds_come_from_the_checkpoint(every: int, begins_at: int, tmp_path: Path) -> None:
+    """A single pipeline: all go back to the last checkpoint, or to the start, and repeat the steps since."""
+    found = start(
+        3,
+        partial(train, checkpoint=tmp_path / "saved", every=every),
+        str(tmp_path),
+        LINE,
+        prepared(LINE_LEFT),
+        {1: at_action("1B0")},
+    )
+    for (recovery,) in goes_on(found, lost={1}, samples=12):
+        assert (recovery.source, recovery.step_index) == ("checkpoint", begins_at)
+    steps = range(STEPS - 1, STEPS + 1) if every == 1 else [STEPS]
+    assert sorted(each.name for each in (tmp_path / "saved").iterdir()) == [f"step-{n:08d}" for n in steps]
+
+
+def test_sharded_optimizer_state_comes_from_the_checkpoint(tmp_path: Path) -> None:
+    """A part of it was on the lost process only."""
+    found = start(
+        3,
+        partial(train, trainer={"shard_optimizer": True}, checkpoint=tmp_path / "saved", every=1),
+        str(tmp_path),
+        SMALL,
+        prepared(SMALL_LEFT),
+        {1: around(Trainer, "_commit", after=True)},
+    )
+    for (recovery,) in goes_on(found, lost={1}, samples=12):
+        assert (recovery.source, recovery.step_index) == ("checkpoint", KILLED_AT)
+
+
+# What stops a run
+
+
+def test_a_run_that_cannot_go_on_says_why(tmp_path: Path) -> None:
+    """Who noticed what, and what is missing: a plan, or a checkpoint."""
+    for name, left, reason in (
+        ("plan", {}, "no plan for the devices that are left: no plan was prepared for host:0, host:2"),
+        (
+            "device",
+            {frozenset(LINE_LEFT.devices): make_plan([([6, 4], 6)])},
+            "no plan for the devices that are left: the new plan uses host:1, where no process is left",
+        ),
+        (
+            "state",
+            prepared(LINE_LEFT),
+            "the state of layers 3, 4, 5 is held by no process that is left, and there is no checkpoint folder to go"
+            " back to",
+        ),
+    ):
+        (tmp_path / name).mkdir()
+        first, _, third = start(3, train, str(tmp_path / name), LINE, left, {1: at_action("1B0")})
+        where = re.escape("rank 0 (pipeline 0 stage 0) at 0B0: no answer from rank 1 (pipeline 0 stage 1): ")
+        assert re.fullmatch(f"{where}.*; {re.escape(reason)}", first)
+        where = r"rank 2 \(pipeline 0 stage 2\) at 2F\d: (no answer from rank 1|other processes)"
+        assert re.match(where, third)
+        assert third.endswith(reason)
+
+
+def test_a_planner_that_finds_no_plan_ends_the_run(tmp_path: Path) -> None:
+    """One process asks it, all say what it said."""
+
+    def none(left: tuple[str, ...]) -> Plan:
+        raise Infeasible(f"{len(left)} devices are too few", remedy="more devices")
+
+    first, _, third = start(3, train, str(tmp_path), SMALL, none, {1: at_action("1F1")})
+    reason = "; no plan for the devices that are left: 2 devices are too few; cheapest change: more devices"
+    assert first.endswith(reason) and third.endswith(reason)
+
+
+def test_who_comes_too_late_is_told() -> None:
+    """Two of three answer the roll-call, and go on; the third learns that they did."""
+    store, members = dist.HashStore(), ("a", "b", "c")
+    here = [Meeting(store, 0, members, name, 0.3, 20.0) for name in "ab"]
+    with ThreadPoolExecutor() as pool:
+        news = list(pool.map(lambda meeting: meeting.call_roll({"step": 3}), here))
+    assert news == [{"a": {"step": 3}, "b": {"step": 3}}] * 2
+    late = Meeting(store, 0, members, "c", 0.3, 20.0)
+    with pytest.raises(RankFailed, match="c: the others went on without this process, which came too late"):
+        late.call_roll({"step": 3})
+    for meeting in (*here, late):
+        assert meeting.alarm.wait(5.0)
+        meeting.close()
+
+
+def test_without_a_way_to_plan_the_run_stops(tmp_path: Path) -> None:
+    """One error on each process that names rank, stage and action."""
+
+    def alone(rank: int) -> str:
+        with (
+            pytest.raises(RankFailed) as caught,
+            Trainer(LINE, make_model(10), dtype=torch.float64, timeout_s=20.0) as trainer,
+        ):
+            if rank == 1:
+                trainer.on_action = lambda action: die() if str(action) == "1B1" else None
+            inputs, targets = make_batch(12, 0)
+            trainer.step(inputs, targets)
+        return str(caught.value)
+
+    first, _, third = start(3, alone)
+    assert re.match(r"rank 0 \(pipeline 0 stage 0\) at 0B1: no answer from rank 1 \(pipeline 0 stage 1\): ", first)
+    assert re.match(r"rank 2 \(pipeline 0 stage 2\) at 2[FB]\d: no answer from rank 1 \(pipeline 0 stage 1\): ", third)
+
+
+def test_an_error_of_the_model_stops_all(tmp_path: Path) -> None:
+    """Nobody is lost, so nobody plans anew: the process raises its error, the others say who stopped."""
+
+    def broken(kind: type[Exception]) -> Kill:
+        def arm(trainer: Trainer) -> None:
+            def fail(action: Any) -> None:
+                if trainer.step_index == KILLED_AT:
+                    raise kind("the data is bad")
+
+            trainer.on_action = fail
+
+        return arm
+
+    def work(rank: int, kind: type[Exception], folder: str) -> Any:
+        try:
+            return train(rank, folder, SMALL, prepared(SMALL_LEFT), {1: broken(kind)})
+        except (ValueError, RuntimeError) as error:
+            return f"{type(error).__name__}: {error}"
+
+    for kind in (ValueError, RuntimeError):
+        folder = tmp_path / kind.__name__
+        folder.mkdir()
+        first, second, third = start(3, work, kind, str(folder))
+        assert second == f"{kind.__name__}: the data is bad"
+        if kind is ValueError:
+            assert first == third == "rank 1 (pipeline 0 stage 1) stopped: ValueError: the data is bad"
+        else:
+            assert "rank 0 (pipeline 0 stage 0) at 0B0" in first
+            assert "rank 2 (pipeline 1 stage 0)" in third
+
+
+def test_nothing_is_left_behind(tmp_path: Path) -> None:
+    """After a recovery at a server: no thread and no group in the processes, no file."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def work(rank: int) -> Any:
+        kills = {1: at_action("1F0")}
+        out = train(rank, str(tmp_path), SMALL, prepared(SMALL_LEFT), kills, port=server.port)
+        return dist.is_initialized(), threading.active_count(), isinstance(out, str)
+
+    assert start(3, work) == [(False, 1, False), None, (False, 1, False)]
+    assert list(tmp_path.iterdir()) == []
