@@ -776,7 +776,9 @@ def _fitting(
             except TooManyTemplates:
                 continue
             if max_classes < len(view.classes):
-                best.restrictions.add(f"at most {max_classes} classes of device and tp per pipeline")
+                best.restrictions.add(
+                    f"pipelines of more than {max_classes} classes of device and tp only if all are equal"
+                )
             units = int(view.limits.sum())
             if classes is not None and len(mixed.levels) < min(view.num_layers, units):
                 best.restrictions.add(f"at most {max(deep, DEEP)} stages in a pipeline of several classes")
