@@ -463,13 +463,15 @@ def _collector_off() -> Iterator[None]:
 
 def _play(load: Workload, blocking: bool) -> Timeline:
     for p, (lists, _) in enumerate(load.pipelines):
-        try:
-            schedules.validate(lists)
-        except ValueError as error:
-            raise ValueError(f"pipeline {p}: {error}") from None
+        if not _is_sound(lists):
+            _validate(p, lists)
     orders = _joining_orders(load)
     compute = _Compute(load, blocking)
-    compute.run()
+    circle = compute.run()
+    if circle:
+        for p, (lists, _) in enumerate(load.pipelines):
+            _validate(p, lists)
+        raise ValueError(f"the lists wait for each other in a circle: {'; '.join(circle)}")
     sync = _Sync(load, compute, orders)
     sync.run()
     updates = _updates(load, compute, sync)
@@ -483,6 +485,36 @@ def _play(load: Workload, blocking: bool) -> Timeline:
     path = _critical_path(compute, sync, updates)
     compute.untie()
     return _timeline(load, ran, transfers, reductions, blocking, path)
+
+
+def _validate(p: int, lists: Schedule) -> None:
+    try:
+        schedules.validate(lists)
+    except ValueError as error:
+        raise ValueError(f"pipeline {p}: {error}") from None
+
+
+def _is_sound(lists: Schedule) -> bool:
+    """Whether a list of compute actions is valid at first glance: each micro-batch forward, then backward, once.
+
+    One quick pass; on all other lists `validate`, which takes as long as half the playing, has the last word.
+    """
+    num_stages, m = lists.num_stages, lists.num_micro_batches
+    homes: dict[int, int] = {}
+    seen: dict[Kind, list[set[int]]] = {kind: [set() for _ in range(num_stages)] for kind in COMPUTE}
+    forward, whole, inputs, weights = (seen[kind] for kind in (Kind.F, Kind.B, Kind.I, Kind.W))
+    for rank, actions in enumerate(lists.ranks):
+        for s, kind, k in actions:
+            if k is None or kind not in COMPUTE or not (0 <= s < num_stages and 0 <= k < m):
+                return False
+            if homes.setdefault(s, rank) != rank or k in seen[kind][s]:
+                return False
+            if kind is not Kind.F and (k not in forward[s] or k in whole[s]):
+                return False
+            if (kind is Kind.W) != (k in inputs[s]) and kind is not Kind.I:
+                return False
+            seen[kind][s].add(k)
+    return all(len(forward[s]) == m == len(whole[s]) + len(weights[s]) for s in range(num_stages))
 
 
 @dataclass(slots=True, eq=False)
@@ -554,13 +586,14 @@ class _Moved:
 
 
 class _Step(NamedTuple):
-    """A compute action, what it needs, and what is sent as it ends."""
+    """A compute action, what it needs, and where its result goes as it ends."""
 
     action: Action
     k: int
     seconds: float
     needs: _Route | None
-    gives: list[tuple[_Route, int]]
+    gives: _Route | None
+    sends: Sequence[tuple[_Route, int]]  # listed behind it
 
 
 class _Exchange(NamedTuple):
@@ -569,6 +602,7 @@ class _Exchange(NamedTuple):
     moves: list[tuple[_Route, int]]
 
 
+_NONE: list[tuple[_Route, int]] = []
 _Key = tuple[int, int]  # (pipeline, rank)
 _Name = str | tuple[int, int]  # of a port: of the network, or of one rank
 _Cause = tuple[int, int] | _Moved | None  # (position of a rank, its compute event), a transfer, or the start of it all
@@ -617,8 +651,8 @@ class _Compute:
         out_ports = (self.out_ports.setdefault(name, _Port()) for name in froms)
         return (*out_ports, *(self.in_ports.setdefault(name, _Port()) for name in tos))
 
-    def run(self) -> None:
-        """Play to the end, or until nothing moves."""
+    def run(self) -> list[str]:
+        """Play to the end, or until nothing moves: then who waits for whom."""
         for rank in self.ranks:
             self._go_on(rank)
         while self.heap:
@@ -629,15 +663,13 @@ class _Compute:
             rank.at += 1
             if isinstance(step, _Step):
                 rank.cause = (position, len(rank.events) - 1)
-                for route, k in step.gives:
-                    if route.direct or not route.seconds:
-                        self._deliver(route, k, now_s, rank.cause)
-                    else:
-                        self._move(route, k, now_s, rank.cause)
+                if step.gives is not None:
+                    self._send(step.gives, step.k, rank)
+                for route, k in step.sends:
+                    self._send(route, k, rank)
             self._go_on(rank)
-        for rank in self.ranks:
-            if rank.at < len(rank.steps):
-                raise ValueError(f"the lists wait for each other in a circle: {'; '.join(_circle(rank))}")
+        stuck = next((rank for rank in self.ranks if rank.at < len(rank.steps)), None)
+        return [] if stuck is None else _circle(stuck)
 
     def untie(self) -> None:
         """Drop what leads round in circles, so that everything goes as soon as nobody uses it."""
@@ -656,7 +688,7 @@ class _Compute:
         if isinstance(step, _Exchange):
             self._exchange(rank, step)
             return
-        action, k, seconds, needs, _ = step
+        action, k, seconds, needs, _, _ = step
         start_s, cause = rank.now_s, rank.cause
         if needs is not None:
             if k not in needs.arrival_s:
@@ -668,6 +700,13 @@ class _Compute:
         rank.events.append(Event(action, start_s, end_s))
         rank.causes.append(cause)
         heapq.heappush(self.heap, (end_s, rank.key[0], action.stage, k, rank.position))
+
+    def _send(self, route: _Route, k: int, rank: _Rank) -> None:
+        """Send off what a rank has just made, without waiting for it."""
+        if route.direct or not route.seconds:
+            self._deliver(route, k, rank.now_s, rank.cause)
+        else:
+            self._move(route, k, rank.now_s, rank.cause)
 
     def _move(self, route: _Route, k: int, ready_s: float, cause: _Cause) -> _Moved:
         """Queue a transfer at its ports (rule 5)."""
@@ -728,44 +767,36 @@ def _steps(
     """The steps of a rank: its compute actions, with their sends, or when blocking the exchanges, in between."""
     last = len(works) - 1
     left: list[tuple[_Route, int]] = []  # the send of the action before, for the exchange
-    step: _Step | None = None
+    sends: list[tuple[_Route, int]] = []  # those listed behind the action before
     stages = {action.stage for action in actions}
     seconds = {s: {kind: works[s].seconds(kind) for kind in COMPUTE} for s in stages}
     for action in actions:
         stage, kind, index = action
         if index is None:
             continue
-        route: _Route | None = None
         if kind in COMPUTE:
-            needs = forth[stage - 1] if kind is Kind.F and stage else None
-            if kind in BACKWARD and stage < last:
-                needs = back[stage]
+            needs = gives = None
+            if kind is Kind.F:
+                needs = forth[stage - 1] if stage else None
+                gives = forth[stage] if stage < last else None
+            elif kind in BACKWARD:
+                needs = back[stage] if stage < last else None
+                gives = back[stage - 1] if stage else None
             if blocking and not explicit:
                 moves = left + ([(needs, index)] if needs is not None and not needs.direct else [])
                 if moves:
                     yield _Exchange(moves)
-                left = []
-            step = _Step(action, index, seconds[stage][kind], needs, [])
-            yield step
-            if kind is Kind.F and stage < last:
-                route = forth[stage]
-            elif kind in BACKWARD and stage:
-                route = back[stage - 1]
-            if route is None:
-                continue
-            if route.direct or not (blocking or explicit):
-                step.gives.append((route, index))
-            elif not explicit:
-                left = [(route, index)]
+                left = [(gives, index)] if gives is not None and not gives.direct else []
+            sends = [] if explicit else _NONE
+            at_once = gives is not None and (gives.direct or not (blocking or explicit))
+            yield _Step(action, index, seconds[stage][kind], needs, gives if at_once else None, sends)
         elif kind in TRANSFERS:
             at = stage - (kind in (Kind.RECV_F, Kind.SEND_B))
             route = forth[at] if kind in (Kind.SEND_F, Kind.RECV_F) else back[at]
-            if route.direct:
-                continue
             if blocking:
                 yield _Exchange([(route, index)])
-            elif kind in (Kind.SEND_F, Kind.SEND_B) and step is not None:
-                step.gives.append((route, index))
+            elif kind in (Kind.SEND_F, Kind.SEND_B):
+                sends.append((route, index))
     if left:
         yield _Exchange(left)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -20,11 +21,13 @@ from planner.schedule import (
     Kind,
     Schedule,
     action_lists,
+    deadlock,
     depths,
     eager_one_f_one_b,
     gpipe,
     interleaved,
     one_f_one_b,
+    validate,
     with_transfers,
     zero_bubble,
 )
@@ -766,6 +769,49 @@ def test_a_damaged_list_is_refused_by_name(text: str, said: str) -> None:
     """Missing, doubled, out of order, out of range: the pipeline and the action are named."""
     with pytest.raises(ValueError, match=f"pipeline 0: .*{said}"):
         run(parse(text, 1), work(1, 1), work(1, 1))
+
+
+def test_every_list_that_validate_refuses_is_refused_in_its_words() -> None:
+    """Lists of all schedules with one action dropped, doubled, moved or renamed, and a few of them."""
+    draw = random.Random(15)
+    refused = 0
+    for schedule in all_schedules(3, 3):
+        for _ in range(12):
+            damaged = replace(schedule, ranks=tuple(map(tuple, damage(draw, schedule))))
+            works = [work(1, 2, 0.5)] * schedule.num_stages
+            try:
+                validate(damaged)
+            except ValueError as error:
+                refused += 1
+                with pytest.raises(ValueError, match=re.escape(f"pipeline 0: {error}")):
+                    run(damaged, *works)
+            else:
+                if deadlock([damaged]) is None:
+                    run(damaged, *works)
+    assert refused > 300
+
+
+def damage(draw: random.Random, schedule: Schedule) -> list[list[Action]]:
+    ranks = [list(actions) for actions in schedule.ranks]
+    for _ in range(draw.randint(1, 2)):
+        actions = draw.choice(ranks)
+        i, j = draw.randrange(len(actions)), draw.randrange(len(actions))
+        how = draw.choice(("swap", "drop", "double", "move", "kind", "index", "stage"))
+        if how == "swap":
+            actions[i], actions[j] = actions[j], actions[i]
+        elif how in ("drop", "move") and len(actions) > 1:
+            action = actions.pop(i)
+            if how == "move":
+                draw.choice(ranks).insert(0, action)
+        elif how == "double":
+            actions.insert(j, actions[i])
+        elif how == "kind":
+            actions[i] = actions[i]._replace(kind=draw.choice((Kind.F, Kind.B, Kind.I, Kind.W)))
+        elif how == "index":
+            actions[i] = actions[i]._replace(index=draw.randint(-1, schedule.num_micro_batches))
+        elif how == "stage":
+            actions[i] = actions[i]._replace(stage=draw.randint(-1, schedule.num_stages))
+    return ranks
 
 
 def test_lists_that_wait_in_a_circle_are_refused_with_the_circle() -> None:

@@ -121,15 +121,15 @@ def _error(formula: Iterable[float], simulated: Sequence[float]) -> Error:
 
 
 def _speeds(length: int, runs: int) -> list[Speed]:
-    """Lists of so many compute actions per stage."""
-    m, third = length // 2, length // 3
+    """Lists of so many actions per stage."""
+    m = length // 2  # F and B; I and W make three, four transfers six
     long = one_f_one_b(LONG_STAGES, m)
     return [
         _speed("1f1b", one_f_one_b(8, m), runs),
         _speed("1f1b", long, runs),
         _speed("1f1b, blocking", long, runs, blocking=True),
-        _speed("1f1b, transfers listed", with_transfers(long), runs),
-        _speed("zero-bubble", zero_bubble(LONG_STAGES, third), runs),
+        _speed("1f1b, transfers listed", with_transfers(one_f_one_b(LONG_STAGES, length // 6)), runs),
+        _speed("zero-bubble", zero_bubble(LONG_STAGES, length // 3), runs),
     ]
 
 
@@ -144,7 +144,7 @@ def _speed(name: str, schedule: Schedule, runs: int, blocking: bool = False) -> 
     return Speed(
         schedule=name,
         stages=schedule.num_stages,
-        actions=sum(len(lane.events) for lane in measured.value.lanes),
+        actions=sum(map(len, schedule.ranks)),
         transfers=sum(len(lane.transfers) for lane in measured.value.lanes) // 2,
         play_s=measured.wall_s,
         play_cpu_s=measured.cpu_s,
@@ -180,12 +180,12 @@ def _speed_columns(speed: Speed) -> dict[str, str]:
     return {
         "schedule": speed.schedule,
         "stages": str(speed.stages),
-        "compute actions": f"{speed.actions:,}",
+        "actions": f"{speed.actions:,}",
         "transfers": f"{speed.transfers:,}",
         "s": f"{speed.play_s:.2f}",
         "CPU s": f"{speed.play_cpu_s:.2f}",
         "us per action": f"{1e6 * speed.play_s / speed.actions:.0f}",
-        "within 2 s": verdict(speed.play_s < LONG_WITHIN_S),
+        f"CPU within {LONG_WITHIN_S:.0f} s": verdict(speed.play_cpu_s < LONG_WITHIN_S),
     }
 
 
