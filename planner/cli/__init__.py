@@ -16,7 +16,7 @@ from planner import __version__, files
 from planner.plans import Infeasible
 
 OK, BAD_INPUT, INFEASIBLE = 0, 2, 3
-GROUPS = ("planning", "show", "look", "convert", "measure", "elastic")
+GROUPS = ("planning", "show", "look", "convert", "measure", "elastic", "demo")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

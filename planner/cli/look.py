@@ -66,7 +66,7 @@ def _played(options: argparse.Namespace) -> tuple[Plan, Cluster | None, Timeline
     from planner import simulate
 
     plan = Plan.load(options.plan)
-    cluster = Cluster.load(options.cluster) if options.cluster is not None else None
+    cluster = _cluster(options, [plan])
     if options.framework is not None:
         from planner import frameworks
 
@@ -74,7 +74,20 @@ def _played(options: argparse.Namespace) -> tuple[Plan, Cluster | None, Timeline
             raise ValueError("--framework: brings its own order of actions, and needs --cluster for its hand-overs")
         return plan, cluster, frameworks.named(options.framework).play(plan, cluster)
     schedule = _schedule(options.schedule, plan)
-    return plan, cluster, simulate.simulate(plan, cluster, schedule=schedule, blocking=options.blocking)
+    timeline = simulate.simulate(plan, cluster, schedule=schedule, blocking=options.blocking)
+    if not timeline.iteration_s:
+        raise ValueError(f"{options.plan}: no stage takes any time, there is nothing to show")
+    return plan, cluster, timeline
+
+
+def _cluster(options: argparse.Namespace, plans: Sequence[Plan]) -> Cluster | None:
+    """The cluster given; says so if a plan was made for another, since hand-overs take what the plan says."""
+    if options.cluster is None:
+        return None
+    cluster = Cluster.load(options.cluster)
+    if any(plan.provenance.cluster != cluster.digest for plan in plans):
+        print(f"hpp: {options.cluster}: not the cluster the plan was made for", file=sys.stderr)
+    return cluster
 
 
 def _schedule(text: str, plan: Plan) -> str | Sequence[Schedule]:
@@ -124,12 +137,12 @@ def _lane_table(plan: Plan, timeline: Timeline, every: bool) -> list[str]:
     for letter, members in grouped(plan):
         for p in members if every else members[:1]:
             name = f"{letter} {p}" if every or len(members) == 1 else f"{len(members)} x {letter}"
-            rows += [_lane_row(name, lane, plan, timeline.iteration_s) for lane in timeline.lanes if lane.pipeline == p]
+            rows += [_lane_row(name, lane, plan, timeline) for lane in timeline.lanes if lane.pipeline == p]
     header = [">", ">stage", ">layers", "device", ">busy", "idle for", ">in flight", ">peak memory", "where"]
     return table(header, rows, fold=5)
 
 
-def _lane_row(name: str, lane: Lane, plan: Plan, iteration_s: float) -> list[str]:
+def _lane_row(name: str, lane: Lane, plan: Plan, timeline: Timeline) -> list[str]:
     stages = [plan.pipelines[lane.pipeline].stages[s] for s in lane.stages]
     peak = "" if lane.memory is None else size(lane.memory.peak_bytes)
     if lane.memory is not None and lane.memory.limit is not None and lane.memory.peak_bytes > lane.memory.limit:
@@ -139,23 +152,12 @@ def _lane_row(name: str, lane: Lane, plan: Plan, iteration_s: float) -> list[str
         ",".join(map(str, lane.stages)),
         ",".join(inclusive(stage.layers) for stage in stages),
         lane.device_type,
-        f"{lane.busy_s / iteration_s:.1%}",
-        _reasons(lane.idle, iteration_s),
-        str(max(_in_flight(lane, s) for s in lane.stages)),
+        f"{lane.busy_s / timeline.iteration_s:.1%}",
+        _reasons(lane.idle, timeline.iteration_s),
+        str(max(timeline.peak_in_flight(lane.pipeline, s) for s in lane.stages)),
         peak,
         places(lane.devices),
     ]
-
-
-def _in_flight(lane: Lane, s: int) -> int:
-    held = most = 0
-    split = any(event.action.kind == "W" for event in lane.events)
-    for event in lane.events:
-        if event.action.stage == s:
-            held += event.action.kind == "F"
-            most = max(most, held)
-            held -= event.action.kind == ("W" if split else "B")
-    return most
 
 
 def _reasons(idle: Idle, iteration_s: float) -> str:
@@ -237,8 +239,8 @@ def _trace(options: argparse.Namespace) -> int:
 def _compare(options: argparse.Namespace) -> int:
     from planner import page, simulate
 
-    cluster = Cluster.load(options.cluster) if options.cluster is not None else None
     plans = [Plan.load(path) for path in options.plans]
+    cluster = _cluster(options, plans)
     if options.measured is not None:
         if len(plans) > 1:
             raise ValueError(f"--measured: a run of one plan is held against it, {len(plans)} plans are given")
