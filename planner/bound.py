@@ -254,7 +254,7 @@ class _Search:
             for costs in self.question.costs:
                 positions = min(POSITIONS, costs.num_layers)
                 roomiest = costs.with_owners(math.inf) if synced else costs
-                load = cost.stage_table(roomiest, range(1, positions + 1), synced).load
+                load = cost.stage_table(roomiest, range(1, positions + 1), synced, floor=True).load
                 if not np.isfinite(load).any():
                     continue
                 cut = np.where(np.isfinite(costs.cut), costs.cut, math.inf)

@@ -113,19 +113,23 @@ class Costs:
 
     def with_owners(self, num_pipelines: float) -> Costs:
         """The costs if so many pipelines, at least, divide the optimizer state of every layer."""
-        if self.divided is None:
-            return self
-        less = (1 - 1 / num_pipelines) * self.divided
-        tied = self.tied
-        if tied is not None:
-            a, b, share, gradients = tied
-            tied = a, b, share * (1 - less[:, b] / np.maximum(self.state[:, b], 1.0)), gradients
-        return replace(self, state=self.state - less, tied=tied)
+        return self if self.divided is None else _divided(self, num_pipelines)
 
     @property
     def measured(self) -> NDArray[np.bool_]:
         """(K,) True where the class has times at this micro-batch size."""
         return np.asarray(np.isfinite(self.forward).all(axis=1))
+
+
+@lru_cache(maxsize=64)
+def _divided(costs: Costs, num_pipelines: float) -> Costs:
+    assert costs.divided is not None
+    less = (1 - 1 / num_pipelines) * costs.divided
+    tied = costs.tied
+    if tied is not None:
+        a, b, share, gradients = tied
+        tied = a, b, share * (1 - less[:, b] / np.maximum(costs.state[:, b], 1.0)), gradients
+    return replace(costs, state=costs.state - less, tied=tied)
 
 
 def layer_costs(
@@ -333,7 +337,7 @@ class StageTable:
         (K, N, L + 1) the distinct left cuts a stage of each class can have, and (K, K) which of them a predecessor of
         the first class gives to a stage of the second.
     exact
-        False if recomputed layers were picked greedily somewhere (many different savings): an upper bound there.
+        False if some set of recomputed layers was picked from a thinned list (many different savings): a bound there.
     """
 
     load: Array
@@ -364,7 +368,7 @@ def range_max(values: Array) -> Array:
     return out
 
 
-def stage_table(costs: Costs, in_flight: Sequence[int], synced: bool) -> StageTable:
+def stage_table(costs: Costs, in_flight: Sequence[int], synced: bool, floor: bool = False) -> StageTable:
     """Seconds of every stage at every in-flight limit. Exact, unless `StageTable.exact` says otherwise.
 
     Parameters
@@ -373,6 +377,8 @@ def stage_table(costs: Costs, in_flight: Sequence[int], synced: bool) -> StageTa
         Micro-batches in flight for each index q.
     synced
         Whether a gradient sync buffer is set aside (more than one pipeline).
+    floor
+        Where it is not exact, a lower bound instead of an upper one.
     """
     num_layers = costs.num_layers
     base, per_micro_batch = stage_bytes(costs)
@@ -390,8 +396,9 @@ def stage_table(costs: Costs, in_flight: Sequence[int], synced: bool) -> StageTa
             if costs.measured[k] and costs.saved[k].any():
                 short = (over[k] > 0) & valid
                 if short.any():
-                    extra, sound = _recompute_s(costs, k, over[k] + costs.rework[k], flights, short)
-                    load[k] = np.where(short, times[k] + extra, load[k])
+                    extra, sound = _recompute_s(costs, k, _at_least(max(in_flight)), floor)
+                    rows = np.array(in_flight) - 1
+                    load[k] = np.where(short, times[k] + extra[int(synced)][rows], load[k])
                     exact &= sound
     load[:, :, ~valid] = math.inf
     left, level_of = left_levels(costs.cut)
@@ -427,47 +434,72 @@ def stage_bytes(costs: Costs) -> tuple[Array, Array]:
     return base, per_micro_batch
 
 
-def _recompute_s(costs: Costs, k: int, need: Array, flights: Array, wanted: NDArray[np.bool_]) -> tuple[Array, bool]:
-    """Least extra forward seconds whose recomputation frees `need` bytes, for every (q, i, j) in `wanted`.
+def _at_least(in_flight: int) -> int:
+    """A round number of micro-batches in flight, so that the tables of different depths are one."""
+    return max(8, 1 << (in_flight - 1).bit_length())
+
+
+@lru_cache(maxsize=64)
+def _recompute_s(costs: Costs, k: int, most: int, floor: bool) -> tuple[Array, bool]:
+    """(2, most, L + 1, L + 1) least extra forward seconds whose recomputation makes each stage of class k fit, without
+    and with a sync buffer, at 1 to `most` micro-batches in flight. 0 where it fits as it is, infinite if it cannot.
 
     Layers of equal savings and forwards are interchangeable, so the cheapest forwards of a saving go first: with one
     saving that is a prefix, with few the counts of all groups but the largest are enumerated, with many the Pareto set
-    of (bytes, seconds) is built layer by layer. Exact, unless that set has to be thinned; then an upper bound.
+    of (bytes, seconds) is built layer by layer. Exact, unless that set has to be thinned; then an upper bound, or with
+    `floor` a lower one.
     """
+    base, per_micro_batch = stage_bytes(costs)
+    flights = np.arange(1.0, most + 1)[None, :, None, None]
+    usable = costs.usable[k] - np.array([0.0, costs.sync_buffer])[:, None, None, None]
+    over = base[k] + flights * per_micro_batch[k] - usable
+    need = (over + costs.rework[k]) / flights
+    # To recompute everything is not enough: nothing to be chosen. (Half a byte: sums in another order.)
+    wanted = (over > 0) & (need <= ranges(costs.saved[k]) + 0.5)
+    wanted &= np.triu(np.ones(over.shape[2:], dtype=bool), 1)
+    out = np.where(over > 0, math.inf, 0.0)
+    groups = _savings_groups(costs.saved[k], range(costs.num_layers))
+    if math.prod(len(layers) + 1 for layers in groups[1:]) <= RECOMPUTE_CHOICES:
+        out[wanted] = _by_counts(costs, k, groups, need, wanted)
+        return out, True
+    return out, _by_points(costs, k, need, wanted, floor, out)
+
+
+def _by_counts(costs: Costs, k: int, groups: list[list[int]], need: Array, wanted: NDArray[np.bool_]) -> Array:
+    """Least seconds for each entry of `wanted`, over the counts of recomputed layers in all groups but the largest."""
     saved, forward = costs.saved[k], costs.forward[k]
-    num_layers = len(saved)
-    members = _savings_groups(saved, range(num_layers))
-    q, i, j = np.nonzero(wanted)
-    free, flight = need[q, i, j], flights[q]
-    best, exact = np.full(len(q), math.inf), True
-    if math.prod(len(layers) + 1 for layers in members[1:]) <= RECOMPUTE_CHOICES:
-        cheapest = [
-            _cheapest_sums(tuple(float(forward[l]) for l in layers), tuple(layers), num_layers) for layers in members
-        ]
-        sizes = [saved[layers[0]] for layers in members]
-        for counts in np.ndindex(*(len(layers) + 1 for layers in members[1:])):
-            cost, rest = np.zeros(len(q)), free.copy()
-            for table, size, count in zip(cheapest[1:], sizes[1:], counts, strict=True):
-                cost += table[i, j, count]
-                rest -= flight * size * count
-            count0 = np.ceil(np.maximum(rest, 0.0) / (flight * sizes[0]) - 1e-12).astype(np.int64)
-            most = cheapest[0].shape[2] - 1
-            cost += np.where(count0 <= most, cheapest[0][i, j, np.minimum(count0, most)], math.inf)
-            best = np.minimum(best, cost)
-    else:
-        for first in np.unique(i):
-            points = [np.zeros((1, 2))]
-            for layer in range(int(first), num_layers):
-                grown, whole = _with_choice(points[-1], saved[layer], forward[layer])
-                points.append(grown)
-                exact &= whole
-            for n in np.nonzero(i == first)[0]:
-                bytes_, seconds = points[j[n] - first].T
-                enough = np.searchsorted(bytes_, free[n] / flight[n] * (1 - 1e-12))
-                best[n] = seconds[enough] if enough < len(seconds) else math.inf
-    out = np.full(need.shape, math.inf)
-    out[q, i, j] = best
-    return out, exact
+    _, _, i, j = np.nonzero(wanted)
+    free, best = need[wanted], np.full(len(i), math.inf)
+    cheapest = [
+        _cheapest_sums(tuple(float(forward[l]) for l in layers), tuple(layers), costs.num_layers) for layers in groups
+    ]
+    sizes = [saved[layers[0]] for layers in groups]
+    most = cheapest[0].shape[2] - 1
+    for counts in np.ndindex(*(len(layers) + 1 for layers in groups[1:])):
+        cost, rest = np.zeros(len(i)), free.copy()
+        for table, size, count in zip(cheapest[1:], sizes[1:], counts, strict=True):
+            cost += table[i, j, count]
+            rest -= size * count
+        count0 = np.ceil(np.maximum(rest, 0.0) / sizes[0] - 1e-12).astype(np.int64)
+        cost += np.where(count0 <= most, cheapest[0][i, j, np.minimum(count0, most)], math.inf)
+        best = np.minimum(best, cost)
+    return best
+
+
+def _by_points(costs: Costs, k: int, need: Array, wanted: NDArray[np.bool_], floor: bool, out: Array) -> bool:
+    """Writes the least seconds for each entry of `wanted` to `out`, from Pareto sets; False if one was thinned."""
+    saved, forward, exact = costs.saved[k], costs.forward[k], True
+    ends = np.asarray(wanted.any(axis=(0, 1)))
+    for i in np.unique(np.nonzero(ends)[0]):
+        points = np.zeros((2, 1))
+        for j in range(int(i) + 1, int(np.nonzero(ends[i])[0][-1]) + 1):
+            points, whole = _with_choice(points, saved[j - 1], forward[j - 1], floor)
+            exact &= whole
+            if ends[i, j]:
+                here = wanted[:, :, i, j]
+                enough = np.searchsorted(points[0], need[:, :, i, j][here] * (1 - 1e-12))
+                out[:, :, i, j][here] = np.append(points[1], math.inf)[enough]
+    return exact
 
 
 def _savings_groups(saved: Array, layers: Iterable[int]) -> list[list[int]]:
@@ -479,19 +511,21 @@ def _savings_groups(saved: Array, layers: Iterable[int]) -> list[list[int]]:
     return sorted(groups.values(), key=lambda group: (-len(group), group))
 
 
-def _with_choice(points: Array, saved: float, forward: float) -> tuple[Array, bool]:
-    """Pareto set of (bytes freed, seconds), both ascending, with one more layer to recompute or not; False if
+def _with_choice(points: Array, saved: float, forward: float, floor: bool = False) -> tuple[Array, bool]:
+    """Pareto set, (2, n) bytes freed and seconds, both ascending, with one more layer to recompute or not; False if
     thinned."""
     if saved <= 0:
         return points, True
-    both = np.concatenate([points, points + [saved, forward]])
-    both = both[np.lexsort((both[:, 1], -both[:, 0]))]
-    least = np.minimum.accumulate(both[:, 1])
-    both = both[np.concatenate([[True], both[1:, 1] < least[:-1]])][::-1]
-    if len(both) <= RECOMPUTE_POINTS:
+    both = np.concatenate([points, points + np.array([[saved], [forward]])], axis=1)
+    both = both[:, np.argsort(both[0], kind="stable")]  # two ascending runs: merged
+    behind = np.minimum.accumulate(both[1, ::-1])[::-1]
+    both = both[:, np.append(both[1, :-1] < behind[1:], True)]
+    both = both[:, np.append(True, both[0, 1:] > both[0, :-1])]
+    if both.shape[1] <= RECOMPUTE_POINTS:
         return both, True
-    keep = np.unique(np.linspace(0, len(both) - 1, RECOMPUTE_POINTS).astype(np.int64))
-    return both[keep], False
+    keep = np.unique(np.linspace(0, both.shape[1] - 1, RECOMPUTE_POINTS).astype(np.int64))
+    seconds = np.append(0, keep[:-1] + 1) if floor else keep  # of those left out before each, the least
+    return np.stack([both[0, keep], both[1, seconds]]), False
 
 
 @lru_cache(maxsize=256)
@@ -513,12 +547,23 @@ def _cheapest_sums(forward: tuple[float, ...], layers: tuple[int, ...], num_laye
     return table
 
 
+def fits(costs: Costs, k: int, i: int, j: int, in_flight: int, synced: bool) -> bool:
+    """Whether the stage [i, j) fits on class k, recomputing all it may. As `stage_table` has it."""
+    over = _over(costs, k, i, j, in_flight, synced)
+    return over <= 0 or (over + float(costs.rework[k])) / in_flight <= float(costs.saved[k, i:j].sum()) * (1 + 1e-12)
+
+
+def _over(costs: Costs, k: int, i: int, j: int, in_flight: int, synced: bool) -> float:
+    """Bytes that a stage is short of, nothing recomputed."""
+    base, per_micro_batch = stage_bytes(costs)
+    usable = costs.usable[k] - (costs.sync_buffer if synced else 0.0)
+    return float(base[k, i, j] + in_flight * per_micro_batch[k, i, j] - usable)
+
+
 def recomputed_layers(costs: Costs, k: int, i: int, j: int, in_flight: int, synced: bool) -> tuple[int, ...]:
     """The layers the stage [i, j) on class k recomputes: a cheapest set that makes it fit, as `stage_table` charges
     it."""
-    base, per_micro_batch = stage_bytes(costs)
-    usable = costs.usable[k] - (costs.sync_buffer if synced else 0.0)
-    over = base[k, i, j] + in_flight * per_micro_batch[k, i, j] - usable
+    over = _over(costs, k, i, j, in_flight, synced)
     if over <= 0:
         return ()
     need = (over + float(costs.rework[k])) / in_flight
@@ -534,18 +579,16 @@ def recomputed_layers(costs: Costs, k: int, i: int, j: int, in_flight: int, sync
                 chosen += groups[0][:count0]
                 best = min(best, (float(sum(forward[l] for l in chosen)), tuple(sorted(chosen))))
     else:
-        steps = [np.zeros((1, 2))]
+        steps = [np.zeros((2, 1))]
         for l in range(i, j):
             steps.append(_with_choice(steps[-1], saved[l], forward[l])[0])
-        enough = int(np.searchsorted(steps[-1][:, 0], need * (1 - 1e-12)))
-        assert enough < len(steps[-1]), "a stage outside the table was chosen"
-        bytes_, seconds = steps[-1][enough]
+        enough = int(np.searchsorted(steps[-1][0], need * (1 - 1e-12)))
+        assert enough < steps[-1].shape[1], "a stage outside the table was chosen"
+        bytes_, seconds = steps[-1][:, enough]
         chosen = []
         for l in range(j - 1, i - 1, -1):  # undo the choices layer by layer
             before = steps[l - i]
-            same = np.isclose(before[:, 0], bytes_, rtol=1e-12, atol=0.5) & np.isclose(
-                before[:, 1], seconds, rtol=1e-12
-            )
+            same = np.isclose(before[0], bytes_, rtol=1e-12, atol=0.5) & np.isclose(before[1], seconds, rtol=1e-12)
             if not same.any():
                 chosen.append(l)
                 bytes_, seconds = bytes_ - saved[l], seconds - forward[l]
@@ -699,7 +742,7 @@ def pipeline_s(loads: Sequence[float], num_micro_batches: int) -> float:
 
 
 def floor_s(loads: Sequence[float], num_micro_batches: int) -> float:
-    """Lower bound on any schedule that runs each micro-batch once per stage: max_s (sum_{j<s} t_j + m t_s)."""
+    """Lower bound on any schedule that leaves backward passes whole: max_s (sum_{j<s} t_j + m t_s)."""
     before, best = 0.0, 0.0
     for load in loads:
         best = max(best, before + num_micro_batches * load)

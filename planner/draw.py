@@ -14,7 +14,6 @@ import contextlib
 import functools
 import io
 import math
-import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from planner import files
 from planner.plans import CATEGORIES, GIB, grouped, inclusive, seconds, size
 from planner.schedule import Kind
 
@@ -169,7 +169,7 @@ def save(figure: Figure, path: str | Path, *, dpi: int = 150) -> None:
     suffix = path.suffix.lower()
     if suffix not in SUFFIXES:
         raise ValueError(f"{path}: suffix {path.suffix!r} is not among {', '.join(SUFFIXES)}")
-    write_bytes(path, render(figure, suffix[1:], dpi=dpi))
+    files.write(path, render(figure, suffix[1:], dpi=dpi))
 
 
 def render(figure: Figure, suffix: str, *, dpi: int = 150) -> bytes:
@@ -180,23 +180,9 @@ def render(figure: Figure, suffix: str, *, dpi: int = 150) -> bytes:
     buffer = io.BytesIO()
     with _style():
         figure.savefig(buffer, format=suffix, dpi=dpi, metadata=undated[suffix], facecolor="white")
+    if suffix == "svg":  # a name may hold characters that no XML may
+        return re.sub(rb"[\x00-\x08\x0b\x0c\x0e-\x1f]", "\ufffd".encode(), buffer.getvalue())
     return buffer.getvalue()
-
-
-def write_bytes(path: Path, data: bytes) -> None:
-    """Write `data` to `path` whole: into a temporary file beside it, which then takes its name."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be written: {error.strerror}") from None
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()  # still there only if writing failed
 
 
 # Figures in inches.

@@ -90,13 +90,14 @@ def read(path: str | Path) -> dict[str, Any]:
     return data
 
 
-def write(path: str | Path, text: str) -> None:
-    """Write `text` to `path` whole: into a temporary file beside it, which then takes its name."""
+def write(path: str | Path, content: str | bytes) -> None:
+    """Write `content` to `path` whole: into a temporary file beside it, which then takes its name."""
     path = Path(path)
+    data = content.encode() if isinstance(content, str) else content
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
+        with temporary.open("wb") as file:
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)

@@ -627,11 +627,11 @@ def _owners(groups: Sequence[Group], owners: Sequence[int], most: int = 6) -> st
 
 def _provenance(plan: Plan) -> Markup:
     predicted, made = plan.predicted, plan.provenance
-    floor = f"no schedule of these stages is below {seconds(predicted.floor_s)}"
+    floor = f"no schedule of these stages with whole backward passes is below {seconds(predicted.floor_s)}"
     rows = [
         ("iteration", "sum of loads + (m - 1) x largest load of the slowest pipeline, then gradient sync and update"),
         ("other forms", f"slowest pipeline as 1F1B with its own idle {seconds(predicted.one_f_one_b_s)}; {floor}"),
-        ("bound", f"no plan under the same restrictions is below {seconds(plan.lower_bound_s)}"),
+        ("bound", f"by this form no plan under the same restrictions is below {seconds(plan.lower_bound_s)}"),
         ("profile", f"{_short(plan.profile_name)}, digest {made.profile}"),
         ("cluster", f"{_short(plan.cluster_name)}, digest {made.cluster}"),
         ("job", f"{_job(plan)}, digest {made.job}"),
@@ -1131,13 +1131,14 @@ def _ranking(plans: Sequence[Plan], timelines: Sequence[Timeline | None] | None,
     if simulated is not None:
         header.insert(2, "simulated")
     numeric = range(len(header) - 1)
+    decides = simulated if simulated is not None and None not in simulated else comparison.row("iteration").values
     rows = []
     for n, plan in enumerate(plans):
         cells = [
             str(n + 1),
             seconds(plan.predicted.iteration_s),
             *([_value(simulated[n], "s")] if simulated is not None else []),
-            _difference_share(comparison, n),
+            "best" if n == comparison.best else _more(decides[n], decides[comparison.best]),
             _throughput(plan)[1],
             f"{len(plan.devices)} of {_given(plan)}",
             _percent(max(stage.memory.fraction for stage in plan.stages), 0),
@@ -1150,11 +1151,7 @@ def _ranking(plans: Sequence[Plan], timelines: Sequence[Timeline | None] | None,
         yield _tag("ul", *(_tag("li", _tag("strong", "note"), " ", note) for note in comparison.notes))
 
 
-def _difference_share(comparison: Comparison, n: int) -> str:
-    if n == comparison.best:
-        return "best"
-    values = comparison.row("iteration").values
-    mine, best = values[n], values[comparison.best]
+def _more(mine: float | str | None, best: float | str | None) -> str:
     return f"{mine / best - 1:+.2%}" if isinstance(mine, float) and isinstance(best, float) and best else "-"
 
 
@@ -1269,7 +1266,8 @@ WORDS = {
     "bubble": "share of the time of the devices in use that they are idle; the planning form counts transfers as work, "
     "the simulation forward and backward alone",
     "exposed sync": "gradient all-reduce that the backward pass does not hide",
-    "lower bound": "no plan under the same restrictions is faster; the gap says how far from optimal this one can be",
+    "lower bound": "by the planning form no plan under the same restrictions is faster; the gap says how far from "
+    "optimal this one can be",
     "MFU": "FLOP of the model, without recompute, over peak FLOP of the devices in use",
     "margin": "part of each device's memory that the plan leaves alone, by the job",
 }

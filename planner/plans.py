@@ -269,9 +269,9 @@ class Block:
     reduce_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.num_chunks < 0:
-            raise ValueError(f"num_chunks: {self.num_chunks} calls is negative")
-        _require_seconds(self, "reduce_s")
+        if not 0 <= self.layers[0] < self.layers[1]:
+            raise ValueError(f"layers: [{self.layers[0]}, {self.layers[1]}) is not a range of at least one layer")
+        _require_reduction(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -297,7 +297,7 @@ class TiedBlock:
     def __post_init__(self) -> None:
         if len(set(self.owners)) < 2:
             raise ValueError(f"owners: {list(self.owners)} are not at least two stages")
-        _require_seconds(self, "reduce_s")
+        _require_reduction(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -315,7 +315,7 @@ class Predicted:
     bubble_fraction
         Idle share of the devices' time.
     floor_s
-        No schedule of these stages is faster.
+        No schedule of these stages is faster that leaves backward passes whole.
     one_f_one_b_s
         Slowest pipeline under the 1F1B form with warm-up and cool-down idle.
     simulated_s
@@ -340,6 +340,8 @@ class Predicted:
 
     def __post_init__(self) -> None:
         _require_seconds(self, "iteration_s", "pipeline_s", "sync_s", "update_s", "floor_s", "one_f_one_b_s")
+        if not self.iteration_s:
+            raise ValueError("iteration_s: 0 is no time for an iteration")
         if self.simulated_s is not None:
             _require_seconds(self, "simulated_s")
 
@@ -361,7 +363,7 @@ class Plan(Document):
     Parameters
     ----------
     lower_bound_s
-        No plan under the same restrictions is faster.
+        By the planning form no plan under the same restrictions is faster.
     gap
         iteration_s / lower_bound_s - 1.
     proved
@@ -394,6 +396,17 @@ class Plan(Document):
         if not self.pipelines:
             raise ValueError("pipelines: a plan needs at least one pipeline")
         _require_seconds(self, "lower_bound_s")
+        for b, block in enumerate(self.blocks):
+            if len(block.owners) != len(self.pipelines):
+                raise ValueError(f"blocks[{b}].owners: {len(block.owners)} for {len(self.pipelines)} pipelines")
+            self._require_stages(f"blocks[{b}]", enumerate(block.owners))
+        for b, tied in enumerate(self.tied_blocks):
+            self._require_stages(f"tied_blocks[{b}]", tied.owners)
+
+    def _require_stages(self, where: str, owners: Iterable[tuple[int, int]]) -> None:
+        for p, s in owners:
+            if not (0 <= p < len(self.pipelines) and 0 <= s < len(self.pipelines[p].stages)):
+                raise ValueError(f"{where}.owners: pipeline {p} stage {s} does not exist")
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -481,6 +494,13 @@ def _require_seconds(value: object, *names: str) -> None:
         number = getattr(value, name)
         if not (math.isfinite(number) and number >= 0):
             raise ValueError(f"{name}: {number!r} is not a time in seconds")
+
+
+def _require_reduction(block: Block | TiedBlock) -> None:
+    for name, unit in (("gradient_bytes", "bytes"), ("num_chunks", "calls")):
+        if getattr(block, name) < 0:
+            raise ValueError(f"{name}: {getattr(block, name)} {unit} is negative")
+    _require_seconds(block, "reduce_s")
 
 
 # The audit. Nothing below imports planner.cost.
@@ -1287,8 +1307,8 @@ def _printed(plan: Plan) -> Iterator[str]:
         use.append(f"MFU {predicted.model_flops_utilization:.1%}")
     yield from wrapped("use", ", ".join(use))
     bounds = [
-        f"no plan is below {seconds(plan.lower_bound_s)}",
-        f"no schedule of this one below {seconds(predicted.floor_s)}",
+        f"any plan {seconds(plan.lower_bound_s)} or more by planning form",
+        f"this one {seconds(predicted.floor_s)} with whole backwards",
         f"as 1F1B {seconds(predicted.one_f_one_b_s)}",
     ]
     yield from wrapped("bounds", ", ".join(bounds))

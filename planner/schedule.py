@@ -446,7 +446,22 @@ def launches(plan: Plan) -> tuple[Launch, ...]:
     """Every all-reduce of the plan in launch order: blocks from the last layer to the first, tied weights last.
 
     With one order on all ranks, no two ranks wait for each other in two groups at once.
+
+    Raises
+    ------
+    ValueError
+        An owner of a block does not run its layers.
     """
+    for b, block in enumerate(plan.blocks):
+        for p, s in enumerate(block.owners):
+            (i, j), (first, end) = plan.pipelines[p].stages[s].layers, block.layers
+            if not i <= first < end <= j:
+                raise ValueError(f"blocks[{b}].layers: [{first}, {end}), pipeline {p} stage {s} runs [{i}, {j})")
+    for b, each in enumerate(plan.tied_blocks):
+        for p, s in each.owners:
+            i, j = plan.pipelines[p].stages[s].layers
+            if not any(i <= l < j for l in each.layers):
+                raise ValueError(f"tied_blocks[{b}].layers: {each.layers}, pipeline {p} stage {s} runs [{i}, {j})")
     blocks = [(b, block.num_chunks, tuple(enumerate(block.owners))) for b, block in enumerate(plan.blocks)]
     tied = [(b, block.num_chunks, block.owners) for b, block in enumerate(plan.tied_blocks, len(plan.blocks))]
     return tuple(

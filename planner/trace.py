@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from planner.draw import apart, write_bytes
+from planner import files
+from planner.draw import apart
 from planner.plans import grouped, inclusive
 from planner.schedule import TRANSFERS, Kind
 
@@ -93,7 +94,7 @@ def save(trace: Mapping[str, Any], path: str | Path) -> None:
     if not path.name.lower().endswith(SUFFIXES):
         raise ValueError(f"{path}: suffix {''.join(path.suffixes[-2:])!r} is not among {', '.join(SUFFIXES)}")
     data = dumps(trace).encode()
-    write_bytes(path, gzip.compress(data, mtime=0) if path.suffix.lower() == ".gz" else data)
+    files.write(path, gzip.compress(data, mtime=0) if path.suffix.lower() == ".gz" else data)
 
 
 def dumps(trace: Mapping[str, Any]) -> str:

@@ -66,6 +66,30 @@ def test_simulate_plays_a_list_that_a_user_wrote(here: Path, capsys: pytest.Capt
     assert "waits" in capsys.readouterr().err
 
 
+def test_zero_bubble_frees_a_micro_batch_after_its_w(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In flight as the timeline has it: m = 3 on two stages, at most min(m, S - s) = 2 and 1 as planned."""
+    out = printed(capsys, "simulate", "plan.json", "--schedule", "zero-bubble")
+    rows = [line.split() for line in out.splitlines() if "n0:" in line or "n1:" in line]
+    timeline = simulate.simulate(plan(), schedule="zero-bubble")
+    for row, (p, s) in zip(rows, ((0, 0), (0, 1), (1, 0)), strict=True):
+        assert str(timeline.peak_in_flight(p, s)) in row[5:]
+
+
+def test_another_cluster_is_said_and_no_time_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A cluster of another name is played all the same; a plan whose stages take no time has nothing to show."""
+    replace(cluster(), name="other").save("other.yaml")
+    for arguments in (["simulate", "plan.json"], ["compare", "plan.json"]):
+        assert cli.main([*arguments, "--cluster", "cluster.yaml"]) == 0
+        assert not capsys.readouterr().err
+        assert cli.main([*arguments, "--cluster", "other.yaml"]) == 0
+        assert "other.yaml: not the cluster the plan was made for" in capsys.readouterr().err
+    none = dict.fromkeys(("forward_s", "backward_s", "recompute_s", "transfer_s", "send_s", "update_s"), 0.0)
+    idle = [replace(each, stages=tuple(replace(s, **none) for s in each.stages)) for each in plan().pipelines[:1]]
+    replace(plan(), pipelines=tuple(idle), blocks=(), tied_blocks=()).save("idle.json")
+    assert cli.main(["simulate", "idle.json"]) == 2
+    assert "idle.json: no stage takes any time" in capsys.readouterr().err
+
+
 def test_draw_and_trace_write_whole_files(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """SVG parses, PNG is one, the page holds all pictures, the trace opens; a wrong suffix is refused."""
     for what in ("overview", "gantt", "memory", "memory_over_time", "devices"):

@@ -16,6 +16,7 @@ from planner.cluster import Cluster, DeviceType, Link, NetworkLink, Node
 from planner.cost import (
     Costs,
     DeviceClass,
+    fits,
     floor_s,
     layer_costs,
     one_f_one_b_s,
@@ -600,7 +601,10 @@ def test_recomputation_equals_the_cheapest_of_all_subsets() -> None:
 
 @pytest.mark.parametrize("points", [3, 2000])
 def test_many_savings_are_exact_until_their_points_are_thinned(points: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With every saving different the charge is the cheapest subset's; thinned, never less, and the table says so."""
+    """With every saving different the charge is the cheapest subset's; thinned, never less, and the table says so.
+
+    The floor is never more, and is the same where nothing was thinned.
+    """
     monkeypatch.setattr("planner.cost.RECOMPUTE_POINTS", points)
     draw = random.Random(8)
     greedy = 0
@@ -612,10 +616,13 @@ def test_many_savings_are_exact_until_their_points_are_thinned(points: int, monk
         table = stage_table(costs, [1, 3], False)
         assert table.exact or points == 3
         greedy += not table.exact
+        least = stage_table(costs, [1, 3], False, floor=True)
+        assert np.array_equal(least.load, table.load) if table.exact else (least.load <= table.load).all()
         for k, (q, in_flight) in itertools.product(range(2), enumerate((1, 3))):
             load = float(table.load[k, q, 0, num_layers])
             expected = literal_load(costs, k, 0, num_layers, in_flight, False)
             assert load == pytest.approx(expected) if table.exact else load >= expected * (1 - 1e-9)
+            assert float(least.load[k, q, 0, num_layers]) <= expected * (1 + 1e-9)
             assert math.isinf(load) == math.isinf(expected)
             if load < math.inf:
                 chosen = recomputed_layers(costs, k, 0, num_layers, in_flight, False)
@@ -623,6 +630,22 @@ def test_many_savings_are_exact_until_their_points_are_thinned(points: int, monk
                 held = base[k, 0, -1] + in_flight * (each[k, 0, -1] - sum(saved[k, l] for l in chosen))
                 assert held + (costs.rework[k] if chosen else 0) <= costs.usable[k] * (1 + 1e-9)
     assert bool(greedy) == (points == 3)
+
+
+def test_a_stage_fits_where_its_table_is_finite() -> None:
+    """60 random chains, every range, 1 to 3 in flight, with and without the sync buffer."""
+    draw = random.Random(9)
+    found = set()
+    for case in range(60):
+        costs = random_layers(draw, 1 + case % 4)
+        for synced in (False, True):
+            load = stage_table(costs, [1, 2, 3], synced).load
+            for k, q, (i, j) in itertools.product(
+                range(2), range(3), itertools.combinations(range(costs.num_layers + 1), 2)
+            ):
+                found.add(math.isfinite(load[k, q, i, j]))
+                assert fits(costs, k, i, j, q + 1, synced) == math.isfinite(load[k, q, i, j]), (case, k, q, i, j)
+    assert found == {False, True}
 
 
 # Pipelines --------------------------------------------------------------------------------------------------------

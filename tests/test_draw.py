@@ -378,6 +378,15 @@ def test_names_are_taken_literally() -> None:
     assert b"a$x_1$" in draw.render(figure, "svg")
 
 
+@pytest.mark.filterwarnings("ignore:Glyph")
+def test_characters_that_no_xml_may_hold_are_replaced() -> None:
+    """A name with an escape character gives SVG that parses."""
+    work = StageWork(forward_s=0.01, backward_s=0.02, device_type="a\x1b[31m<&")
+    figure = draw.gantt(play(Workload(pipelines=((schedule.one_f_one_b(1, 2), (work,)),))))
+    texts = ElementTree.fromstring(draw.render(figure, "svg")).itertext()
+    assert any("a\ufffd[31m<&" in text for text in texts)
+
+
 # Memory.
 
 

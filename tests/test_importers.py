@@ -519,8 +519,21 @@ def test_times_of_another_unit_are_refused(tmp_path: Path) -> None:
             for row in by_layer.values():
                 row[:2] = [row[0] * 1e5, row[1] * 1e5]
 
-    with pytest.raises(ValueError, match=r"Tiny: the longest layer on 'Fast' takes 1.1e\+04 s.*another unit"):
+    says = r"Tiny > Fast > 1 > 1: the longest layer on 'Fast' at tp 1, micro-batch 1 takes 5.5e\+03 s.*another unit"
+    with pytest.raises(ValueError, match=r"profiles_tmp\.json: " + says):
         sailor.profiles(write(tmp_path, edited(SAILOR, "profiles_tmp.json", slow)))
+
+
+def test_the_one_file_in_another_unit_is_named(tmp_path: Path) -> None:
+    """Of the files of a model, one with nanoseconds in place of milliseconds is the one to look at."""
+
+    def slow(j: dict[str, Any]) -> None:
+        times = j["execution_time"]
+        times["layer_compute_total_ms"] = [1e6 * ms for ms in times["layer_compute_total_ms"]]
+
+    file = sorted(METIS)[-1]
+    with pytest.raises(ValueError, match=re.escape(f"{file}: the longest layer on 'V100' at tp 1, micro-batch 2")):
+        metis.profiles(write(tmp_path, edited(METIS, file, slow)))
 
 
 def test_metis_own_layout(tmp_path: Path) -> None:

@@ -510,6 +510,7 @@ def test_nnscaler_cluster(tmp_path: Path) -> None:
         (lambda c: c.update({"all reduce": [[1.0, 4.0], [0.1, 2000]]}), "> 1 > 1: 2000 is not seconds above 0 and bel"),
         (lambda c: c.update({"all reduce": [[0, 4.0], [0.1, 0.2]]}), "all reduce > 0 > 0: 0 is not a size in MB"),
         (lambda c: c.update({"all reduce": [[1, 4], [0.1, 0.2], []]}), "all reduce: 3 values, expected 2"),
+        (lambda c: c.update({"all reduce": [[4, 4], [0.1, 0.2]]}), "all reduce: table[1]: message of"),
     ],
 )
 def test_damaged_nnscaler_table_is_one_clear_error(tmp_path: Path, change: Change, says: str) -> None:

@@ -552,7 +552,8 @@ def test_says_why_a_plan_loses() -> None:
 def test_a_tie_is_called_one() -> None:
     """Plans that differ in the order of their pipelines only are said to be the same."""
     given = first()
-    other = replace(given, pipelines=given.pipelines[::-1])
+    blocks = tuple(replace(block, owners=block.owners[::-1]) for block in given.blocks)
+    other = replace(given, pipelines=given.pipelines[::-1], blocks=blocks)
     assert page.compare([given, other]).reasons[1] == "0 s (+0.00%) against plan 1; the same pipelines on other devices"
 
 
@@ -625,6 +626,17 @@ def test_ranked_table() -> None:
     assert found[3] == "2 540.0 ms +35.00% 18,519 2 of 2 70% (fast 3+3) of 2"
     assert found[4].startswith("+140.0 ms (+35.00%) against plan 1")
     assert len(found) == 5
+
+
+def test_ranked_table_compares_what_decides() -> None:
+    """Simulated 0.5 and 0.45 s: the second is the best, the first 11.11 % above it, whatever the planning form says."""
+    one, two = (
+        replace(each, predicted=replace(each.predicted, simulated_s=played_s))
+        for each, played_s in ((first(), 0.5), (second(), 0.45))
+    )
+    found = rows(parsed(page.plans_html([one, two])))
+    assert found[1].startswith("1 400.0 ms 500.0 ms +11.11%")
+    assert found[3].startswith("2 540.0 ms 450.0 ms best")
 
 
 def test_ranked_table_stays_small() -> None:

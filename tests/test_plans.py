@@ -558,6 +558,16 @@ def test_file_keeps_the_keys_that_others_read(tmp_path: Path) -> None:
         (lambda data: data["predicted"].update(iteration_s=-1), "predicted.iteration_s: -1.0 is not a time"),
         (lambda data: data["pipelines"][0]["stages"][0]["memory"].update(weights=-5), "memory.weights: -5"),
         (lambda data: data.update(pipelines=[]), "pipelines: a plan needs at least one"),
+        (lambda data: data["predicted"].update(iteration_s=0), "predicted.iteration_s: 0 is no time"),
+        (lambda data: data["blocks"][0].update(layers=[4, 4]), r"blocks\[0\].layers: \[4, 4\) is not a range"),
+        (lambda data: data["blocks"][0].update(owners=[0]), r"blocks\[0\].owners: 1 for 2 pipelines"),
+        (lambda data: data["blocks"][0].update(owners=[0, 7]), r"blocks\[0\].owners: pipeline 1 stage 7 does not"),
+        (lambda data: data["blocks"][0].update(gradient_bytes=-1), r"blocks\[0\].gradient_bytes: -1 bytes is neg"),
+        (
+            lambda data: data["tied_blocks"][0].update(owners=[[0, 0], [9, 0]]),
+            r"tied_blocks\[0\].owners: pipeline 9 stage 0 does not exist",
+        ),
+        (lambda data: data["tied_blocks"][0].update(num_chunks=-3), r"tied_blocks\[0\].num_chunks: -3 calls is neg"),
     ],
 )
 def test_bad_json_is_named(change: Callable[[dict[str, Any]], object], words: str) -> None:
@@ -580,7 +590,7 @@ toy on two
 
 time        slowest pipeline 676.2 ms + exposed gradient sync 4.000 ms + update 10.00 ms
 use         4 of 6 devices, bubble 25.0%
-bounds      no plan is below 680.0 ms, no schedule of this one below 653.4 ms, as 1F1B 675.4 ms
+bounds      any plan 680.0 ms or more by planning form, this one 653.4 ms with whole backwards, as 1F1B 675.4 ms
 batch       10 samples = 6 (A) + 4 (B)
 
   stage  layers  n  device  tp  where   compute ms  transfer    load    recompute  memory
@@ -614,7 +624,8 @@ def test_equal_pipelines_share_their_rows() -> None:
         slow = replace(second, tp=1, devices=(f"s-{n // 4}:{n % 4}",))
         return replace(one, stages=(fast, slow))
 
-    many = replace(plan(), pipelines=tuple(map(copy, range(64))), idle_devices=(), warnings=())
+    alone = replace(plan(), blocks=(), tied_blocks=(), idle_devices=(), warnings=())
+    many = replace(alone, pipelines=tuple(map(copy, range(64))))
     assert [(letter, len(members)) for letter, members in grouped(many)] == [("A", 64)]
     lines = str(many).splitlines()
     assert len(lines) < 16
@@ -627,7 +638,8 @@ def test_equal_pipelines_share_their_rows() -> None:
 def test_unequal_pipelines_stay_apart() -> None:
     """Pipelines that differ in their micro-batches only are told apart; the letters follow the plan's order."""
     one = plan().pipelines[0]
-    mixed = replace(plan(), pipelines=(one, replace(one, num_micro_batches=4), one))
+    pipelines = (one, replace(one, num_micro_batches=4), one)
+    mixed = replace(plan(), pipelines=pipelines, blocks=(), tied_blocks=())
     assert grouped(mixed) == [("A", [0, 2]), ("B", [1])]
 
 

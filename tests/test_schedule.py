@@ -706,6 +706,12 @@ def test_action_lists_of_a_plan() -> None:
     """Blocks [4, 6) in 2 chunks and [0, 4) in 5, then the tied weights of layers 0 and 5; pipeline 1 has one stage."""
     plan = plan_by_hand()
     assert [launch[:2] for launch in launches(plan)] == [(1, 1), (1, 0), (0, 4), (0, 3), (0, 2), (0, 1), (0, 0), (2, 0)]
+    stranger = dataclasses.replace(plan.blocks[0], layers=(0, 5))
+    with pytest.raises(ValueError, match=r"blocks\[0\].layers: \[0, 5\), pipeline 0 stage 0 runs \[0, 4\)"):
+        launches(dataclasses.replace(plan, blocks=(stranger, *plan.blocks[1:])))
+    stranger_tied = dataclasses.replace(plan.tied_blocks[0], layers=(8, 9))
+    with pytest.raises(ValueError, match=r"tied_blocks\[0\].layers: \(8, 9\), pipeline 0 stage 0 runs \[0, 4\)"):
+        launches(dataclasses.replace(plan, tied_blocks=(stranger_tied,)))
     schedules, groups = action_lists(plan)
     numbers = [f"REDUCE_GRAD{n}" for n in range(8)]
     first, second = schedules[0].ranks

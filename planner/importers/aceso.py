@@ -148,6 +148,7 @@ class _File:
     def row(self, group: int, device: str) -> Row:
         operators = self.groups[group][1]
         return Row(
+            where=self.path,
             device_type=device,
             tp=self.tp,
             micro_batch=self.micro_batch,
@@ -221,6 +222,7 @@ def _profile(model: str, files: list[_File], device: str, num_layers: int | None
     if len(sound) < len(files):
         warnings.append("an operator failed in " + ", ".join(file.path.name for file in files if file.failed))
     return model_profile(
+        files[0].path.parent,
         model,
         layers,
         conditions=Conditions(
@@ -293,6 +295,7 @@ def _of_layer_times(
             if entry["algo"].value() == algo:
                 tp, micro_batch = (int(entry[key].value(1)) for key in ("tp", "mbs"))
                 row = Row(
+                    where=entry["fwd"].where,
                     device_type=file.stem,
                     tp=tp,
                     micro_batch=micro_batch,
@@ -305,6 +308,7 @@ def _of_layer_times(
         raise ValueError(f"{files[0]}: no row with algo {algo}")
     layer = Layer(name="block", parameters=parameters, output_bytes=output, rows=tuple(rows))
     return model_profile(
+        files[0],
         "layer",
         [layer] * count,
         conditions=Conditions(
@@ -380,13 +384,14 @@ def _pair_link(file: Path) -> Link:
     sizes, speeds = (row.text.split(",") for row in rows)
     if len(speeds) != len(sizes):
         raise ValueError(f"{rows[1].where}: {len(speeds)} values, expected {len(sizes)}")
-    return message_link(
+    points = [
         (
             rows[0].part(size.strip(), "MB").value(1e-6) * MEGABYTE,
             rows[1].part(speed.strip(), "GB/s").value(1e-6) * GIGABYTE,
         )
         for size, speed in zip(sizes, speeds)
-    )
+    ]
+    return message_link(file, points)
 
 
 def _rings(root: Path) -> tuple[dict[int, Link], list[Path]]:
@@ -404,4 +409,4 @@ def _rings(root: Path) -> tuple[dict[int, Link], list[Path]]:
             if nbytes and 0 < milliseconds < FAILED_MS:
                 points.setdefault(int(match["devices"]), {}).setdefault(nbytes, []).append(milliseconds / 1e3)
     means = {n: [(b, sum(s) / len(s)) for b, s in sizes.items()] for n, sizes in sorted(points.items())}
-    return {devices: ring_link(rows, devices) for devices, rows in means.items()}, files
+    return {n: ring_link(f"{root}: all-reduces of {n} devices", rows, n) for n, rows in means.items()}, files

@@ -91,6 +91,7 @@ def profiles(
         for i, segment in enumerate(segments)
     ]
     profile = model_profile(
+        file,
         file.stem,
         layers,
         conditions=Conditions(

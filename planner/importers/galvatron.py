@@ -179,6 +179,7 @@ def _profile(file: Path, options: _Options) -> ModelProfile:
         layer("head", times.other_s, memory.head),
     ]
     return model_profile(
+        file,
         name,
         layers,
         conditions=Conditions(

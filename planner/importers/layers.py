@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from planner.importers.reading import naming
 from planner.profile import Cell, Conditions, LayerKind, ModelProfile
 
 MEGABYTE = 2**20
@@ -21,8 +22,10 @@ FASTEST_S, SLOWEST_S = 1e-6, 100.0  # seconds; a longest layer outside of this i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One layer measured on one device type, at one tp degree and one micro-batch size."""
+    """One layer measured on one device type, at one tp degree and one micro-batch size; `where`, if the files are
+    several."""
 
+    where: object = field(default=None, compare=False)
     device_type: str
     tp: int
     micro_batch: int
@@ -82,6 +85,7 @@ def kind_names(layers: Sequence[Layer]) -> tuple[str, ...]:
 
 
 def model_profile(
+    where: object,
     name: str,
     layers: Sequence[Layer],
     *,
@@ -91,61 +95,70 @@ def model_profile(
     warnings: Sequence[str] = (),
     members: Sequence[Sequence[str]] = (),
 ) -> ModelProfile:
-    """The profile of these layers; `logits_bytes` (per sample, whole) are taken out of the last layer's activations."""
-    _check_unit(f"{conditions.source}: {name}", layers)
-    names = kind_names(layers)
-    kinds: dict[str, LayerKind] = {}
-    cells: list[Cell] = []
-    for kind, layer in zip(names, layers):
-        if kind in kinds:
-            continue
-        last = layer == layers[-1]
-        logits = logits_bytes if last else 0
-        kinds[kind] = LayerKind(
-            name=kind,
-            parameters=layer.parameters,
-            shard_parameters=layer.shard_parameters,
-            output_bytes=0 if last and names.count(kind) == 1 else layer.output_bytes,  # nothing follows the last
-            logits_bytes=logits,
-            recomputable=layer.recomputable,
-            tied_to=layer.tied_to,
-            tied_parameters=layer.tied_parameters,
+    """The profile of these layers; `logits_bytes` (per sample, whole) are taken out of the last layer's activations.
+
+    Errors start with `where`.
+    """
+    _check_unit(where, layers)
+    with naming(where):
+        names = kind_names(layers)
+        kinds: dict[str, LayerKind] = {}
+        cells: list[Cell] = []
+        for kind, layer in zip(names, layers):
+            if kind in kinds:
+                continue
+            last = layer == layers[-1]
+            logits = logits_bytes if last else 0
+            kinds[kind] = LayerKind(
+                name=kind,
+                parameters=layer.parameters,
+                shard_parameters=layer.shard_parameters,
+                output_bytes=0 if last and names.count(kind) == 1 else layer.output_bytes,  # nothing follows the last
+                logits_bytes=logits,
+                recomputable=layer.recomputable,
+                tied_to=layer.tied_to,
+                tied_parameters=layer.tied_parameters,
+            )
+            cells += [
+                Cell(
+                    kind=kind,
+                    device_type=row.device_type,
+                    tp=row.tp,
+                    micro_batch=row.micro_batch,
+                    forward_s=row.forward_s,
+                    backward_s=row.backward_s,
+                    update_s=row.update_s,
+                    activation_bytes=row.activation_bytes - row.micro_batch * logits // row.tp,
+                    workspace_bytes=row.workspace_bytes,
+                )
+                for row in layer.rows
+            ]
+        return ModelProfile(
+            name=name,
+            layers=names,
+            kinds=tuple(kinds.values()),
+            cells=tuple(cells),
+            conditions=conditions,
+            num_heads=num_heads,
+            warnings=tuple(warnings),
+            members=tuple(map(tuple, members)),
         )
-        cells += [
-            Cell(
-                kind=kind,
-                device_type=row.device_type,
-                tp=row.tp,
-                micro_batch=row.micro_batch,
-                forward_s=row.forward_s,
-                backward_s=row.backward_s,
-                update_s=row.update_s,
-                activation_bytes=row.activation_bytes - row.micro_batch * logits // row.tp,
-                workspace_bytes=row.workspace_bytes,
-            )
-            for row in layer.rows
-        ]
-    return ModelProfile(
-        name=name,
-        layers=names,
-        kinds=tuple(kinds.values()),
-        cells=tuple(cells),
-        conditions=conditions,
-        num_heads=num_heads,
-        warnings=tuple(warnings),
-        members=tuple(map(tuple, members)),
-    )
 
 
-def _check_unit(where: str, layers: Sequence[Layer]) -> None:
+def _check_unit(where: object, layers: Sequence[Layer]) -> None:
     """No layer takes minutes and no model takes less than a microsecond: then the figures have another unit."""
-    longest: dict[str, float] = {}
-    for layer in layers:
-        for row in layer.rows:
-            longest[row.device_type] = max(longest.get(row.device_type, 0.0), row.forward_s + row.backward_s)
-    for device_type, seconds in longest.items():
-        if seconds and not FASTEST_S <= seconds <= SLOWEST_S:
+    longest: dict[tuple[str, int, int], Row] = {}
+    for row in (row for layer in layers for row in layer.rows):
+        measured = row.device_type, row.tp, row.micro_batch
+        longest[measured] = max(longest.get(measured, row), row, key=_seconds)
+    for (device_type, tp, micro_batch), row in longest.items():
+        if _seconds(row) and not FASTEST_S <= _seconds(row) <= SLOWEST_S:
             raise ValueError(
-                f"{where}: the longest layer on {device_type!r} takes {seconds:.3g} s, expected {FASTEST_S:g} to"
-                f" {SLOWEST_S:g} s: the times are in another unit than the format says"
+                f"{row.where or where}: the longest layer on {device_type!r} at tp {tp}, micro-batch {micro_batch}"
+                f" takes {_seconds(row):.3g} s, expected {FASTEST_S:g} to {SLOWEST_S:g} s: the times are in another"
+                " unit than the format says"
             )
+
+
+def _seconds(row: Row) -> float:
+    return row.forward_s + row.backward_s

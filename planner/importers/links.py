@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from planner.cluster import Cluster, DeviceType, Link, NetworkLink, Node
-from planner.importers.reading import needed, positive
+from planner.importers.reading import naming, needed, positive
 
 GIGABYTE = 1e9
 
@@ -29,15 +29,16 @@ def thinned(points: Sequence[tuple[float, float]], per_octave: int = 4) -> list[
     return [*kept, max(points)] if kept[-1] != max(points) else kept
 
 
-def ring_link(points: Iterable[tuple[float, float]], num_ranks: int) -> Link:
-    """The link on which a ring all-reduce takes the measured (bytes, seconds)."""
+def ring_link(where: object, points: Iterable[tuple[float, float]], num_ranks: int) -> Link:
+    """The link on which a ring all-reduce takes the measured (bytes, seconds); errors start with `where`."""
     scale = 2 * (num_ranks - 1) / num_ranks
-    return Link(table=tuple((nbytes / num_ranks, scale * nbytes / seconds) for nbytes, seconds in sorted(points)))
+    return message_link(where, ((nbytes / num_ranks, scale * nbytes / seconds) for nbytes, seconds in points))
 
 
-def message_link(points: Iterable[tuple[float, float]]) -> Link:
-    """The link of the measured (message bytes, bytes/s)."""
-    return Link(table=tuple(sorted(points)))
+def message_link(where: object, points: Iterable[tuple[float, float]]) -> Link:
+    """The link of the measured (message bytes, bytes/s); errors start with `where`."""
+    with naming(where):
+        return Link(table=tuple(sorted(points)))
 
 
 def ring_speeds(what: str, links: dict[int, Link], nbytes: float = 256e6) -> str:

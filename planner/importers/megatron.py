@@ -123,6 +123,7 @@ def profiles(
     if activation_bytes is not None:
         warnings.append(f"activations taken as {activation_bytes} bytes per sample and rank, not as measured")
     profile = model_profile(
+        root,
         name or (root.stem if root.is_file() else root.resolve().name),
         layers,
         conditions=Conditions(
@@ -179,6 +180,7 @@ class _Run:
         else:
             kept = max(each.kept_bytes or 0.0 for each in found)
         return Row(
+            where=self.file,
             device_type=self.device,
             tp=self.tp,
             micro_batch=self.micro_batch,

@@ -86,6 +86,7 @@ def profiles(
     _check_one_model(found)
 
     profile = model_profile(
+        root,
         found[0].model,
         _layers(found, backward_factor, state_factor, bytes_per_parameter),
         conditions=Conditions(
@@ -192,6 +193,7 @@ class _File:
     def rows(self, backward_factor: float, state_factor: float) -> list[Row]:
         return [
             Row(
+                where=self.content.where,
                 device_type=self.device_type,
                 tp=self.tp,
                 micro_batch=self.micro_batch,

@@ -76,4 +76,4 @@ def _link(content: Json, devices: int) -> Link:
         points = measured if collective == COLLECTIVE else points
     if devices < 2 or not points:
         raise ValueError(f"{content.where}: key {COLLECTIVE!r} is missing, or fewer than 2 devices")
-    return ring_link(points, devices)
+    return ring_link(f"{content.where}: {COLLECTIVE}", points, devices)

@@ -90,6 +90,7 @@ def profiles(
         )
         layers.append(layer)
     profile = model_profile(
+        file,
         file.resolve().parent.name,
         layers,
         conditions=Conditions(

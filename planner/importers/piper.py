@@ -77,6 +77,7 @@ def profiles(
         raise ValueError(f"{file}: no tensor-parallel degree that every node has")
     split = sum(way.split for node in nodes.values() for way in node.ways.values())
     profile = model_profile(
+        file,
         file.stem,
         [
             _layer([nodes[name] for name in segment.members], segment, degrees, device, bytes_per_parameter)

@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +40,15 @@ def positive(key: str, value: float) -> float:
     if isinstance(value, bool) or not (math.isfinite(value) and value > 0):
         raise ValueError(f"{key}: {value!r} is not a finite number above 0")
     return value
+
+
+@contextmanager
+def naming(where: object) -> Iterator[None]:
+    """Start the errors of values made inside with the place that they come from."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
 
 
 def needed(key: str, value: object, because: str, example: str) -> None:

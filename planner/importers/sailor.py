@@ -90,6 +90,7 @@ def _profile(model: str, times: Json, sizes: Json, config: Json | None, source: 
         notes=tuple(notes),
     )
     return model_profile(
+        times.where,
         model,
         layers,
         conditions=conditions,
@@ -124,6 +125,7 @@ def _layers(times: Json, sizes: Json) -> tuple[tuple[Layer, ...], set[tuple[str,
                     forward, backward, update = (value.number() for value in row.list(3))
                     rows[layer].append(
                         Row(
+                            where=entry.where,
                             device_type=device_type,
                             tp=tp,
                             micro_batch=micro_batch,

@@ -66,7 +66,7 @@ def _link(file: Path, devices: int) -> Link:
         raise head.wrong(f"the header {HEADER}")
     if devices < 2:
         raise ValueError(f"{file}: an all-reduce needs 2 devices or more")
-    return ring_link(thinned([_point(line, devices) for line in rest]), devices)
+    return ring_link(file, thinned([_point(line, devices) for line in rest]), devices)
 
 
 def _point(line: Line, devices: int) -> tuple[float, float]:
