@@ -115,11 +115,12 @@ class Reducer:
         ]
         self.masters = {} if shard else _masters(self.buckets)
         self.order = [(bucket, chunk) for bucket in self.buckets for chunk in bucket.chunks]
-        self.handles = [
-            parameter.register_post_accumulate_grad_hook(self._hook(bucket, index))
+        self.hooks = [
+            (parameter, self._hook(bucket, index))
             for bucket in self.buckets
             for index, (_, parameter) in enumerate(bucket.parameters)
         ]
+        self.handles: list[Any] = []  # hooks in place: only for the last backward pass, since each call costs
         self.armed = False
         self.started = 0
         self.works: list[tuple[Any, Tensor | None, Bucket, Chunk]] = []
@@ -204,12 +205,21 @@ class Reducer:
             bucket.gradients.zero_()
         for _, chunk in self.order:
             chunk.missing = len(chunk.members)
-        self.started, self.armed = 0, False
+        self.started = 0
+        self._disarm()
         self.log.clear()
 
     def arm(self) -> None:
         """Before the last backward pass of a step: what it completes may be reduced."""
         self.armed = self.overlap
+        if self.armed:
+            self.handles = [parameter.register_post_accumulate_grad_hook(hook) for parameter, hook in self.hooks]
+
+    def _disarm(self) -> None:
+        self.armed = False
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
 
     def _start(self, final: bool) -> None:
         """Start what is ready, in order; at the end everything, since a parameter may have had no gradient."""
@@ -223,7 +233,7 @@ class Reducer:
 
     def finish(self) -> None:
         """After the last backward pass: everything reduced."""
-        self.armed = False
+        self._disarm()
         if self.whole is not None:
             self.whole.reduce()
         else:
@@ -325,8 +335,7 @@ class Reducer:
 
     def close(self) -> None:
         """Let go of hooks and groups."""
-        for handle in self.handles:
-            handle.remove()
+        self._disarm()
         self.works.clear()
         for bucket in self.buckets:
             bucket.group = None
