@@ -14,10 +14,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from planner import files
 
+T = TypeVar("T")
 Part = Literal["vision", "projector", "embedding", "block", "head"]
 PARTS: tuple[Part, ...] = ("vision", "projector", "embedding", "block", "head")
 
@@ -275,6 +276,11 @@ CLASS_DEFAULTS: dict[str, dict[str, int]] = {
 }
 
 
+# More is a slip.
+MOST = {"num_hidden_layers": 10_000, "depth": 10_000}
+MOST_OTHERS = 10**9
+
+
 class Config:
     """A config object with the file it stands in, so that errors can name file, key and value."""
 
@@ -317,9 +323,23 @@ class Config:
         found, value = self._find(key)
         if value is None:
             return self._missing(key, default, least)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value) or value < least:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value % 1 != 0 or value < least:
             raise self.wrong(found, f"{value!r}, expected a whole number of at least {least}")
+        if value > (most := MOST.get(key, MOST_OTHERS)):
+            raise self.wrong(found, f"{value!r}, expected at most {most}")
         return int(value)
+
+    def optional(self, key: str, *, least: int = 1) -> int | None:
+        """A whole number of at least `least`, or None."""
+        return None if self.get(key) is None else self.count(key, least=least)
+
+    def items(self, key: str, kind: type[T]) -> tuple[T, ...]:
+        """A list of text or of whole numbers; empty if the key is missing."""
+        found, value = self._find(key)
+        values = [] if value is None else value
+        if not isinstance(values, list) or not all(isinstance(each, kind) for each in values):
+            raise self.wrong(found, f"{value!r}, expected a list of {'text' if kind is str else 'whole numbers'}")
+        return tuple(values)
 
     def number(self, key: str, default: float) -> float:
         """A number of at least 0."""
@@ -403,13 +423,20 @@ def read(source: Mapping[str, Any] | str | Path, images: Images | None = None) -
         ``<file>: <key>: ...`` if the architecture is unknown, or a key is missing or wrong.
     """
     config = Config.read(source)
-    family = config.data.get("model_type")
+    family = config.text("model_type", default="")
     if family not in FAMILIES:
-        what = "missing, expected one of the" if family is None else f"{family!r} is not among the"
+        what = f"{family!r} is not among the" if family else "missing, expected one of the"
         close = files.did_you_mean(family, FAMILIES).partition("; ")[2] if family else ""
+        inner = config.data.get("text_config")
+        if isinstance(inner, Mapping) and str(inner.get("model_type")) in FAMILIES:
+            close = "its text_config is, and can be estimated as a config of its own"
         known = ", ".join(FAMILIES) + (f"; {close}" if close else "")
         raise config.wrong("model_type", f"{what} known architectures: {known}")
-    return replace(FAMILIES[family](config, images or Images()), family=str(family))
+    try:
+        return replace(FAMILIES[family](config, images or Images()), family=family)
+    except ValueError as error:
+        named = str(error).startswith(f"{config.where}: ")
+        raise error if named else ValueError(f"{config.where}: {error}") from None
 
 
 # Decoders -----------------------------------------------------------------------------------------------------------
@@ -605,14 +632,14 @@ def _activation(config: Config, default: str = "silu") -> str:
 
 def _windows(config: Config, every: int | None = None) -> tuple[int | None, ...]:
     """Attention window of every block where the config has one; each `every`-th block looks at everything."""
-    window = config.get("sliding_window")
-    if not window or config.data.get("use_sliding_window") is False:
+    window = config.optional("sliding_window", least=0)
+    if not window or not config.flag("use_sliding_window", True):
         return ()
     num_layers = config.count("num_hidden_layers")
-    types = config.get("layer_types")
-    if isinstance(types, list) and len(types) == num_layers:
+    types = config.items("layer_types", str)
+    if len(types) == num_layers:
         return tuple(window if each == "sliding_attention" else None for each in types)
-    every = config.get("sliding_window_pattern") or every
+    every = config.optional("sliding_window_pattern") or every
     return tuple(None if every and (i + 1) % every == 0 else window for i in range(num_layers))
 
 
@@ -661,6 +688,8 @@ def _decoder(
     if latent is None:
         number, kv = heads or _head_counts(config)
         width = config.count("head_dim", default=head_width or hidden // number)
+        if not width:
+            raise config.wrong("num_attention_heads", f"{number}, expected at most hidden_size, {hidden}")
         attention = Attention(
             heads=number,
             kv_heads=kv,
@@ -690,7 +719,7 @@ def _decoder(
         family="",
         layers=decoder.layers(),
         vocabulary=decoder.vocabulary,
-        most_tokens=config.get("max_position_embeddings"),
+        most_tokens=config.optional("max_position_embeddings"),
         notes=config.assumptions(),
     )
 
@@ -742,9 +771,9 @@ def _qwen3_moe(config: Config, images: Images) -> Architecture:
 
 def _qwen_blocks(config: Config) -> tuple[Inner, ...]:
     """Experts in every `decoder_sparse_step`-th block that is not listed as dense, a shared one if there is a width."""
-    shared = config.get("shared_expert_intermediate_size") or 0
+    shared = config.count("shared_expert_intermediate_size", default=0, least=0)
     experts = _experts(config, "moe_intermediate_size", "num_experts", shared=shared, shared_gate=bool(shared))
-    step, listed = config.count("decoder_sparse_step", default=1), config.get("mlp_only_layers") or []
+    step, listed = config.count("decoder_sparse_step", default=1), config.items("mlp_only_layers", int)
     number = config.count("num_hidden_layers")
     sparse = [i not in listed and (i + 1) % step == 0 for i in range(number)]
     if all(sparse):
@@ -776,7 +805,7 @@ def _deepseek_blocks(config: Config) -> tuple[Inner, ...]:
         config,
         "moe_intermediate_size",
         "n_routed_experts",
-        shared=width * (config.get("n_shared_experts") or 0),
+        shared=width * config.count("n_shared_experts", default=0, least=0),
         vectors=(config.count("n_routed_experts"),) if corrected else (),
     )
     first, step = config.count("first_k_dense_replace", default=0, least=0), config.count("moe_layer_freq", default=1)
@@ -795,7 +824,7 @@ def _deepseek_v2(config: Config, images: Images) -> Architecture:
     bias = config.flag("attention_bias", False)
     latent, rope = config.count("kv_lora_rank"), config.count("qk_rope_head_dim")
     nope, value = config.count("qk_nope_head_dim"), config.count("v_head_dim")
-    key, rank = nope + rope, config.get("q_lora_rank")
+    key, rank = nope + rope, config.optional("q_lora_rank")
     down = (Matrix(name="attention.q.down", inputs=hidden, outputs=rank, bias=bias, split="none"),) if rank else ()
     projections = (
         *down,
@@ -866,7 +895,10 @@ def _gpt2(config: Config, images: Images) -> Architecture:
 
 
 def _gpt_neo(config: Config, images: Images) -> Architecture:
-    kinds = [kind for kinds, times in config.get("attention_types") or [] for kind in kinds * times]
+    types = config.get("attention_types") or []
+    if not isinstance(types, list) or not all(map(_is_types, types)):
+        raise config.wrong("attention_types", f'{types!r}, expected pairs such as [["global", "local"], 6]')
+    kinds = [kind for kinds, times in types for kind in kinds * times]
     window = config.count("window_size", default=256)
     return _decoder(
         config,
@@ -876,6 +908,14 @@ def _gpt_neo(config: Config, images: Images) -> Architecture:
         tied=True,
         **_gpt(config),
     )
+
+
+def _is_types(value: object) -> bool:
+    """Whether it is a list of kinds and how often it is repeated."""
+    if not isinstance(value, list) or len(value) != 2:
+        return False
+    kinds, times = value
+    return isinstance(kinds, list) and isinstance(times, int) and 0 <= times <= MOST["num_hidden_layers"]
 
 
 def _gpt(config: Config) -> dict[str, Any]:
@@ -981,9 +1021,9 @@ def _tower(
 ) -> tuple[Layer, ...]:
     """Patch embedding and blocks of a vision transformer; `before` and `after` are vectors of its two ends."""
     width = hidden // heads
-    attention = Attention(
-        heads=heads, kv_heads=heads, key_width=width, value_width=width, causal=False, rotary=rotary
-    )
+    if not width:
+        raise ValueError(f"vision_config: {heads} heads, expected at most its hidden width, {hidden}")
+    attention = Attention(heads=heads, kv_heads=heads, key_width=width, value_width=width, causal=False, rotary=rotary)
     common: dict[str, Any] = {"part": "vision", "width": hidden, "tokens": tokens, "rms": rms}
     first = Layer(kind="vision-embedding", matrices=(patch,), vectors=before, norms=int(bool(before)), **common)
     blocks = [
@@ -1015,6 +1055,9 @@ def _clip(config: Config, images: Images) -> tuple[tuple[Layer, ...], int]:
     hidden, size = config.count("hidden_size"), config.count("patch_size")
     fixed = config.count("image_size") // size
     patches = (images.size // size if images.size else fixed) ** 2
+    if not patches:
+        pixels = images.size or config.count("image_size")
+        raise ValueError(f"images: size {pixels} is less than one patch of {size} pixels")
     positions = (fixed**2 + (not siglip)) * hidden
     layers = _tower(
         hidden,
@@ -1036,7 +1079,7 @@ def _patches(inputs: int, hidden: int, *, bias: bool) -> Matrix:
 def _text(config: Config, images: Images) -> tuple[Architecture, int]:
     """The decoder that `text_config` describes, and its width."""
     text = config.part("text_config")
-    family = text.data.get("model_type")
+    family = text.text("model_type", default="")
     if family not in FAMILIES or family in VISION:
         raise text.wrong("model_type", f"{family!r} is no decoder we know; known architectures: {', '.join(FAMILIES)}")
     if "tie_word_embeddings" not in text.data and "tie_word_embeddings" in config.data:
@@ -1086,7 +1129,7 @@ def _qwen2_vl(config: Config, images: Images) -> Architecture:
         raise ValueError(f"images: size {images.size} is less than one merged patch of {patch * merge} pixels")
     width = vision.count("intermediate_size") if newer else round(vision.number("mlp_ratio", 4.0) * hidden)
     channels = vision.count("in_channels", default=3) * vision.count("temporal_patch_size", default=2)
-    whole = set(vision.get("fullatt_block_indexes") or [])
+    whole = set(vision.items("fullatt_block_indexes", int))
     window = (vision.count("window_size", default=112) // patch) ** 2 if newer else None
     tower = _tower(
         hidden,

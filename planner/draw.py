@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from planner import files
-from planner.plans import CATEGORIES, GIB, grouped, inclusive, seconds, size
+from planner.plans import CATEGORIES, GIB, grouped, inclusive, number, seconds, size
 from planner.schedule import Kind
 
 if TYPE_CHECKING:
@@ -392,7 +392,7 @@ def _title(label: str, copies: int, what: Pipeline | int) -> str:
     """What stands above pipelines that look alike; `what`: one of them, or just how many micro-batches it takes."""
     name = f"pipeline {label}" if copies == 1 else f"{copies} x pipeline {label}, each"
     m, of = (what, "") if isinstance(what, int) else (what.num_micro_batches, f" of {what.micro_batch}")
-    return f"{name}: {m:,} micro-batch{'es' if m > 1 else ''}{of}"
+    return f"{name}: {number(m, 'micro-batch')}{of}"
 
 
 def _micro_batches(lane: Lane) -> int:

@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -124,9 +124,7 @@ def seconds(kernels: Iterable[Kernel], device: Device, dtype: str, efficiency: E
         "flash_forward": fused * efficiency.flash_forward,
         "flash_backward": fused * efficiency.flash_backward,
     }
-    return sum(
-        max(each.flops / rates[each.rate], each.nbytes / bandwidth) + efficiency.launch_s for each in kernels
-    )
+    return sum(max(each.flops / rates[each.rate], each.nbytes / bandwidth) + efficiency.launch_s for each in kernels)
 
 
 def forward(layer: Layer, setting: Setting, efficiency: Efficiency = EFFICIENCY) -> list[Kernel]:
@@ -377,9 +375,7 @@ class Trained:
     def _adapters(self, setting: Setting, times: int) -> list[Kernel]:
         tokens = setting.tokens(self.layer)
         products = [_product(matrix, setting, tokens) for matrix in self.adapters]
-        sums = [
-            Kernel(3.0 * tokens * matrix.shape(setting.tp)[1] * setting.element) for matrix in self.adapters[1::2]
-        ]
+        sums = [Kernel(3.0 * tokens * matrix.shape(setting.tp)[1] * setting.element) for matrix in self.adapters[1::2]]
         return products * times + sums
 
 
@@ -608,7 +604,7 @@ def profile(
         ),
         num_heads=found.heads[0],
         num_kv_heads=found.heads[1],
-        warnings=_warnings(found, sequence_length, refused),
+        warnings=(WARNING, *refused, *_warnings(found, sequence_length, frozen, images)),
     )
     return out if measured_tokens_per_s is None else calibrated(out, measured_tokens_per_s, measured_on)
 
@@ -617,9 +613,7 @@ def _kind(each: Trained, setting: Setting, degrees: Sequence[int]) -> LayerKind:
     layer, e = each.layer, setting.element
     tokens = layer.tokens or setting.sequence_length
     head = layer.part == "head"
-    own = tuple(
-        (tp, layer.shard(tp) + sum(matrix.shard(tp) for matrix in each.adapters)) for tp in degrees if tp > 1
-    )
+    own = tuple((tp, layer.shard(tp) + sum(matrix.shard(tp) for matrix in each.adapters)) for tp in degrees if tp > 1)
     return LayerKind(
         name=layer.kind,
         parameters=layer.parameters + sum(matrix.parameters for matrix in each.adapters),
@@ -671,7 +665,9 @@ def _devices(devices: Sequence[str | Device]) -> dict[str, Device]:
         if isinstance(each, Device):
             label, device = each.name, each
         else:
-            label, _, name = each.partition("=")
+            label, sign, name = each.partition("=")
+            if sign and not (label and name):
+                raise ValueError(f"devices: {each!r} is not NAME or LABEL=NAME")
             device = catalogue.device(name or label)
         if label in labels:
             raise ValueError(f"devices: {label!r} is given twice")
@@ -747,12 +743,15 @@ def _training_notes(trained: Sequence[Trained], lora: Lora | None) -> tuple[str,
     return tuple(notes)
 
 
-def _warnings(found: Architecture, sequence_length: int, refused: Sequence[str]) -> tuple[str, ...]:
-    out = [WARNING, *refused]
-    longest = found.most_tokens
+def _warnings(found: Architecture, sequence_length: int, frozen: Sequence[str], images: Images | None) -> Iterator[str]:
+    longest, parts = found.most_tokens, {layer.part for layer in found.layers}
     if longest and sequence_length > longest:
-        out.append(f"sequence_length {sequence_length} is more than the {longest} tokens the config allows for")
+        yield f"sequence_length {sequence_length} is more than the {longest} tokens the config allows for"
     seen = sum(layer.tokens or 0 for layer in found.layers if layer.part == "projector")
     if seen > sequence_length:
-        out.append(f"the images take {seen} tokens, more than sequence_length {sequence_length}")
-    return tuple(out)
+        yield f"the images take {seen} tokens, more than sequence_length {sequence_length}"
+    if images is not None and "vision" not in parts:
+        yield f"images have no effect: {found.family} does not see"
+    absent = [part for part in frozen if part != "all" and part not in parts]
+    if absent:
+        yield f"frozen has no effect on {', '.join(absent)}: {found.family} has none"

@@ -29,6 +29,7 @@ from planner.plans import (
     StageMemory,
     grouped,
     inclusive,
+    number,
     places,
     seconds,
     size,
@@ -147,10 +148,6 @@ def _fitting(rows: Sequence[Markup], budget: float) -> tuple[list[Markup], int]:
             break
         shown.append(row)
     return shown, len(rows) - len(shown)
-
-
-def _number(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" + ("" if count == 1 else "es" if noun.endswith("ch") else "s")
 
 
 def _percent(share: float, digits: int = 1) -> str:
@@ -440,7 +437,7 @@ def _left_out(groups: Sequence[Group], shown: Mapping[str, Sequence[Markup]]) ->
         return None
     pipelines = sum(len(group.members) for group in hidden)
     stages = sum(len(group.members) * len(group.pipeline.stages) for group in hidden)
-    counts = f"{_number(pipelines, 'more pipeline')} with {_number(stages, 'stage')}"
+    counts = f"{number(pipelines, 'more pipeline')} with {number(stages, 'stage')}"
     return _tag("p", f"{counts}, none of them slower, not shown here; print(plan) lists all.")
 
 
@@ -461,7 +458,7 @@ def _chosen(pipeline: Pipeline, rows: Sequence[Markup], budget: float) -> list[M
     before = -1
     for s in sorted(keep):
         if s > before + 1:
-            words = f"{_number(s - before - 1, 'stage')} ({spans(range(before + 1, s))}) not shown here"
+            words = f"{number(s - before - 1, 'stage')} ({spans(range(before + 1, s))}) not shown here"
             chosen.append(_tag("tr", _tag("td"), _tag("td", _tag("small", words), colspan="6")))
         chosen.append(rows[s])
         before = s
@@ -474,8 +471,8 @@ def _stage_block(plan: Plan, group: Group, slowest: bool) -> list[Markup]:
     copies = len(group.members)
     who = f"{copies} x pipeline {group.letter}, each" if copies > 1 else f"pipeline {group.letter}"
     words = (
-        f"{who}: {_number(pipeline.num_micro_batches, 'micro-batch')} of {pipeline.micro_batch} = "
-        f"{_number(pipeline.samples, 'sample')} ({_percent(pipeline.samples / batch)} of the batch) "
+        f"{who}: {number(pipeline.num_micro_batches, 'micro-batch')} of {pipeline.micro_batch} = "
+        f"{number(pipeline.samples, 'sample')} ({_percent(pipeline.samples / batch)} of the batch) "
         f"in {seconds(pipeline.time_s)}"
     )
     mark = _joined((" ", _tag("span", "slowest", class_="m"))) if slowest and len(plan.pipelines) > copies else None
@@ -538,7 +535,7 @@ def _notes(plan: Plan, budget: float) -> Markup:
     """Idle devices, warnings and restrictions in words."""
     notes = []
     if plan.idle_devices:
-        notes.append(("idle", f"{_number(len(plan.idle_devices), 'device')}: {places(plan.idle_devices)}"))
+        notes.append(("idle", f"{number(len(plan.idle_devices), 'device')}: {places(plan.idle_devices)}"))
     notes += [("warning", text) for text in plan.warnings]
     notes += [("restricted", text) for text in plan.restrictions]
     items = [_tag("li", _tag("strong", label), " ", text[:400]) for label, text in notes]
@@ -571,7 +568,7 @@ def _share_table(plan: Plan, budget: float) -> Markup:
 def _cut(header: Sequence[str], rows: Sequence[Markup], budget: float, numeric: Iterable[int], noun: str) -> Markup:
     """Table of the rows that fit; says how many do not."""
     shown, more = _fitting(rows, budget)
-    said = _tag("p", f"{_number(more, f'more {noun}')} not shown here.") if more else None
+    said = _tag("p", f"{number(more, f'more {noun}')} not shown here.") if more else None
     return _joined((_table(header, shown, numeric), said))
 
 
@@ -611,7 +608,7 @@ def _network(plan: Plan, budget: float) -> Iterator[Markup]:
     ]
     for tied in plan.tied_blocks:
         i, j = tied.layers
-        where = f"tied weights, held by {_number(len(tied.owners), 'stage')}"
+        where = f"tied weights, held by {number(len(tied.owners), 'stage')}"
         cells = [f"{i} and {j}", where, size(tied.gradient_bytes), f"{tied.num_chunks:,}", seconds(tied.reduce_s)]
         rows.append(_row(cells, (2, 3, 4), head=0))
     header = ("layers of a block", "owners", "gradients per rank", "all-reduce calls", "alone on its links")
@@ -940,7 +937,7 @@ def _bottleneck(plan: Plan) -> str:
     s = pipeline.bottleneck
     stage = pipeline.stages[s]
     load = f"{seconds(stage.load_s)} x {pipeline.num_micro_batches:,}"
-    return f"{letter} stage {s}: {_number(stage.num_layers, 'layer')} on {_short(_unit(stage))}, {load}"
+    return f"{letter} stage {s}: {number(stage.num_layers, 'layer')} on {_short(_unit(stage))}, {load}"
 
 
 def shape(plan: Plan, most: int = 3) -> str:
@@ -1028,7 +1025,7 @@ def _other_differences(plan: Plan, winner: Plan) -> Iterator[str]:
     if a - b >= 0.005:
         yield f"bubble grew from {_percent(b)} to {_percent(a)}"
     if len(plan.idle_devices) != len(winner.idle_devices):
-        yield f"{_number(len(plan.idle_devices), 'device')} idle against {len(winner.idle_devices)}"
+        yield f"{number(len(plan.idle_devices), 'device')} idle against {len(winner.idle_devices)}"
 
 
 def _doubts(plans: Sequence[Plan], rows: Sequence[Row]) -> Iterator[str]:
@@ -1422,7 +1419,7 @@ def _inputs(plan: Plan, cluster: Cluster | None, profile: ModelProfile | None) -
         conditions = profile.conditions
         yield _tag("h3", "Profile")
         sequence = "" if conditions.sequence_length is None else f", sequence length {conditions.sequence_length:,}"
-        words = f"{_number(profile.num_layers, 'layer')}, {profile.parameters / 1e6:,.1f} M parameters{sequence}"
+        words = f"{number(profile.num_layers, 'layer')}, {profile.parameters / 1e6:,.1f} M parameters{sequence}"
         source = (
             f"measured with {conditions.dtype}, {conditions.timer}, date {conditions.date}; source {conditions.source}"
         )

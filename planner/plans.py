@@ -450,7 +450,7 @@ class Plan(Document):
         fullest = max(stage.memory.fraction for stage in self.stages)
         return (
             f"<Plan {seconds(self.predicted.iteration_s)} per iteration, {_rate(self.predicted)}, "
-            f"{_number(len(self.pipelines), 'pipeline')}, {_number(len(self.stages), 'stage')}, "
+            f"{number(len(self.pipelines), 'pipeline')}, {number(len(self.stages), 'stage')}, "
             f"{len(self.devices)}/{given} devices, fullest {fullest:.0%}>"
         )
 
@@ -1189,8 +1189,9 @@ def _rate(predicted: Predicted) -> str:
     return f"{_significant(predicted.samples_per_s)} samples/s"
 
 
-def _number(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" + ("" if count == 1 else "s")
+def number(count: int, noun: str) -> str:
+    """``1 stage``, ``2 stages``, ``3 micro-batches``."""
+    return f"{count:,} {noun}" + ("" if count == 1 else "es" if noun.endswith("ch") else "s")
 
 
 def _ranges(layers: Iterable[tuple[int, int]]) -> str:
@@ -1302,7 +1303,7 @@ def _printed(plan: Plan) -> Iterator[str]:
         terms.append(f"exposed gradient sync {seconds(predicted.sync_s)}")
     terms.append(f"update {seconds(predicted.update_s)}")
     yield from wrapped("time", " + ".join(terms))
-    use = [f"{len(plan.devices)} of {_number(given, 'device')}", f"bubble {predicted.bubble_fraction:.1%}"]
+    use = [f"{len(plan.devices)} of {number(given, 'device')}", f"bubble {predicted.bubble_fraction:.1%}"]
     if predicted.model_flops_utilization is not None:
         use.append(f"MFU {predicted.model_flops_utilization:.1%}")
     yield from wrapped("use", ", ".join(use))
@@ -1315,14 +1316,14 @@ def _printed(plan: Plan) -> Iterator[str]:
     if predicted.simulated_s is not None:
         yield from wrapped("simulated", _simulated(plan))
     groups = grouped(plan)
-    yield from wrapped("batch", f"{_number(batch, 'sample')} = " + " + ".join(_share(plan, *group) for group in groups))
+    yield from wrapped("batch", f"{number(batch, 'sample')} = " + " + ".join(_share(plan, *group) for group in groups))
     yield ""
     yield from _stage_table(plan, groups)
     yield ""
     yield "* bottleneck; load: compute + transfer of one micro-batch; memory: fullest device, against its capacity"
     notes = []
     if plan.idle_devices:
-        notes.append(("idle", f"{_number(len(plan.idle_devices), 'device')}: {places(plan.idle_devices)}"))
+        notes.append(("idle", f"{number(len(plan.idle_devices), 'device')}: {places(plan.idle_devices)}"))
     notes += [("restricted", text) for text in plan.restrictions]
     notes += [("warning", text) for text in plan.warnings]
     if notes:
@@ -1340,7 +1341,7 @@ def _simulated(plan: Plan) -> str:
         for pipeline in plan.pipelines
         for s, stage in enumerate(pipeline.stages)
     )
-    return words + (f"; forwards run ahead on {_number(ahead, 'stage')} to hide transfers" if ahead else "")
+    return words + (f"; forwards run ahead on {number(ahead, 'stage')} to hide transfers" if ahead else "")
 
 
 def _ranking(plans: Sequence[Plan]) -> Iterator[str]:
@@ -1398,7 +1399,7 @@ def _stage_table(plan: Plan, groups: Sequence[tuple[str, list[int]]]) -> Iterato
 def _title(letter: str, pipeline: Pipeline, copies: int, batch: int) -> str:
     m, samples = pipeline.num_micro_batches, pipeline.samples
     who = f"pipeline {letter}" if copies == 1 else f"{copies} x pipeline {letter}, each"
-    count = f"{m:,} micro-batch{'es' if m > 1 else ''} of {pipeline.micro_batch}"
+    count = f"{number(m, 'micro-batch')} of {pipeline.micro_batch}"
     return f"{who}: {count} = {samples:,} samples ({samples / batch:.1%} of the batch) in {seconds(pipeline.time_s)}"
 
 

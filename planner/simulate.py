@@ -1315,6 +1315,7 @@ def _work(stage: Stage, weight_share: float, margin: float, cluster: Cluster | N
 def _reductions(plan: Plan, cluster: Cluster | None, granularity: str | None) -> Iterator[Reduction]:
     if granularity is not None:
         plan = _at_granularity(plan, cluster, granularity)
+    _require_calls(plan)
     late = plan.job.sync == "exposed" or plan.job.sync_granularity == "model"
     best: dict[tuple[int, str], Link | None] = {}
     for launch in schedules.launches(plan):
@@ -1344,6 +1345,20 @@ def _reductions(plan: Plan, cluster: Cluster | None, granularity: str | None) ->
             port_s=() if cluster is None else _port_s(cluster, stages, seconds, high - low, best),
             nbytes=high - low,
         )
+
+
+def _require_calls(plan: Plan) -> None:
+    """Every call of a block has bytes to reduce."""
+    for b, block in enumerate(plan.blocks):
+        calls, nbytes = block.num_chunks, block.gradient_bytes
+        due = -(-nbytes // plan.job.sync_chunk_bytes)
+        if plan.job.sync_granularity == "block" and calls not in (0, due):
+            raise ValueError(f"blocks[{b}].num_chunks: {calls}, its {nbytes} bytes take {due}")
+        if calls > nbytes:
+            raise ValueError(f"blocks[{b}].num_chunks: {calls} calls for {nbytes} bytes")
+    for b, tied in enumerate(plan.tied_blocks):
+        if tied.num_chunks > tied.gradient_bytes:
+            raise ValueError(f"tied_blocks[{b}].num_chunks: {tied.num_chunks} calls for {tied.gradient_bytes} bytes")
 
 
 def _block_name(layers: tuple[int, int], own: bool) -> str:

@@ -70,6 +70,7 @@ def test_zero_bubble_frees_a_micro_batch_after_its_w(here: Path, capsys: pytest.
     """In flight as the timeline has it: m = 3 on two stages, at most min(m, S - s) = 2 and 1 as planned."""
     out = printed(capsys, "simulate", "plan.json", "--schedule", "zero-bubble")
     rows = [line.split() for line in out.splitlines() if "n0:" in line or "n1:" in line]
+    assert "played as zero-bubble, W is half of a backward" in out
     timeline = simulate.simulate(plan(), schedule="zero-bubble")
     for row, (p, s) in zip(rows, ((0, 0), (0, 1), (1, 0)), strict=True):
         assert str(timeline.peak_in_flight(p, s)) in row[5:]

@@ -328,6 +328,17 @@ def test_sequences_beyond_the_config_are_warned_of() -> None:
     assert found.warnings[1] == "sequence_length 2048 is more than the 1024 tokens the config allows for"
 
 
+def test_what_has_no_effect_is_warned_of() -> None:
+    """GPT-2 does not see, and has no tower that could be frozen."""
+    given: dict[str, Any] = {"sequence_length": 512, "dtype": "fp16", "tp": (1,)}
+    found = profile(GPT2, ["T4"], images=Images(), frozen=("vision",), **given)
+    assert found.warnings[1:] == (
+        "images have no effect: gpt2 does not see",
+        "frozen has no effect on vision: gpt2 has none",
+    )
+    assert len(profile(LLAVA, ["T4"], images=Images(), frozen=("vision",), **given).warnings) == 2  # 576 > 512 tokens
+
+
 def test_plans_carry_the_warning() -> None:
     """A plan on an estimated profile says so; the estimate raises no other suspicion."""
     cluster = Cluster(
@@ -418,6 +429,8 @@ def test_ranks_divide_adapters_with_their_matrix() -> None:
         ({"devices": []}, "devices: [], expected a list of names such as"),
         ({"devices": "T4"}, "devices: 'T4', expected a list of names such as"),
         ({"devices": ["T4", "T4"], "dtype": "fp16"}, "devices: 'T4' is given twice"),
+        ({"devices": ["=T4"], "dtype": "fp16"}, "devices: '=T4' is not NAME or LABEL=NAME"),
+        ({"devices": ["T4="], "dtype": "fp16"}, "devices: 'T4=' is not NAME or LABEL=NAME"),
         ({"attention": "sdpa"}, "attention: 'sdpa' is not among flash, eager, fused-softmax"),
         ({"sequence_length": 0}, "sequence_length: [0], expected whole numbers of at least 1"),
         ({"micro_batches": ()}, "micro_batches: (), expected whole numbers of at least 1"),

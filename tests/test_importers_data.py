@@ -117,8 +117,12 @@ def test_galvatron_models_have_their_published_size() -> None:
     planned(profile)
     assert list(sizes.values()) == [6.78, 6.78, 7.03, 1.67, 2.81, 6.89]
     single = GALVATRON / "models/gpt/configs/computation_profiling_bf16_llama2-7b_seqlen2048_all.json"
+    given |= {"hidden_size": 4096, "other_ms": 6.3}
     with pytest.raises(ValueError, match=r"1_1_8_sp: layernum\[1\] alone, expected two layer counts"):
-        load("galvatron", single, **given, hidden_size=4096, other_ms=6.3)
+        load("galvatron", single, **given)
+    (profile,) = load("galvatron", single, **given, layer_parameters=202_383_360)
+    assert profile.parameters == pytest.approx(6.74e9, rel=0.03)
+    planned(profile)
 
 
 @needs("pipedream")

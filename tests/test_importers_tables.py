@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from planner.cost import ring_all_reduce_s
-from planner.importers import aceso, galvatron, megatron, nnscaler, vtrain
+from planner.importers import aceso, galvatron, load, megatron, nnscaler, vtrain
 from planner.importers.links import thinned
 from planner.profile import Cell, LayerKind, ModelProfile
 
@@ -274,6 +274,53 @@ def test_galvatron_single_layer_count(tmp_path: Path) -> None:
     (profile,) = galvatron.profiles(tmp_path / COMPUTATION, device="A100", backward_factor=2.0, other_ms=1.5)
     assert the_cell(profile, "block", 1, 2).forward_s == pytest.approx(0.004)
     assert the_cell(profile, "head", 1, 2).forward_s == pytest.approx(0.003)
+
+
+def test_galvatron_memory_of_a_single_layer_count(tmp_path: Path) -> None:
+    """Memory of one layer count needs a layer's parameters: 14 MB x 8 / 16 are 7 Mi, of which 1 Mi is the layer's."""
+    files = copy.deepcopy(GALVATRON)
+    files[MEMORY] = {"1_1_8": memory(1, both((14.0, 12.0, 20.0)))}
+    write(tmp_path, files)
+    with pytest.raises(ValueError, match=r"layernum\[1\] alone, expected two layer counts; give layer_parameters"):
+        galvatron.profiles(tmp_path, device="A100", backward_factor=2.0)
+    with pytest.raises(ValueError, match=r"layer_parameters: 1 x 7340033 are more than the 7340032 of .*: 1_1_8"):
+        galvatron.profiles(tmp_path, device="A100", backward_factor=2.0, layer_parameters=7 * MIB + 1)
+    (profile,) = galvatron.profiles(tmp_path, device="A100", backward_factor=2.0, layer_parameters=MIB)
+    assert [kind.parameters for kind in profile.kinds] == [0, MIB, 6 * MIB]
+    assert the_cell(profile, "block", 1, 2).activation_bytes == 2 * 12 * MIB  # all that was kept, 12 MB per sample
+    assert the_cell(profile, "head", 1, 2).activation_bytes == 0
+    assert any("a layer taken to have 1048576 parameters and to keep all" in each for each in profile.warnings)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "says"),
+    [
+        ("aceso", "num_layers", "0", "num_layers: 0 is not between 1 and 10000"),
+        ("aceso", "num_layers", "1000000000000", "num_layers: 1000000000000 is not between 1 and 10000"),
+        ("aceso", "parameters", "5", "parameters: 5 given, but the files of"),
+        ("galvatron", "num_layers", "-1", "num_layers: -1 is not between 1 and 10000"),
+        ("galvatron", "hidden_size", "0", "hidden_size: 0 is not between 1 and"),
+        ("galvatron", "other_ms", "nan", "other_ms: nan is not a finite number above 0"),
+        ("galvatron", "device", "", "device: nothing is given"),
+    ],
+)
+def test_options_out_of_range_are_one_clear_error(tmp_path: Path, name: str, key: str, value: str, says: str) -> None:
+    """A count of nothing, or of more layers than a model has, is named with its option."""
+    given = {"device": "V100", "num_layers": "3", **({"backward_factor": "2"} if name == "galvatron" else {})}
+    write(tmp_path, GALVATRON if name == "galvatron" else ACESO)
+    with pytest.raises(ValueError) as error:
+        load(name, tmp_path, **{**given, key: value})
+    assert str(error.value).startswith(says)
+
+
+def test_counts_of_a_megatron_run_are_checked(tmp_path: Path) -> None:
+    """No tp degree and no micro-batch of 0."""
+    path = write(tmp_path, {"run.jsonl": jsonl(report(0, [4.0]))}) / "run.jsonl"
+    for key in ("tp", "micro_batch"):
+        with pytest.raises(ValueError, match=f"{key}: 0 is not between 1 and"):
+            megatron.profiles(path, device="H100", **{"tp": 1, "micro_batch": 1, **SIZES, key: 0})
+    with pytest.raises(ValueError, match="skip: -1 is negative"):
+        megatron.profiles(path, device="H100", tp=1, micro_batch=1, skip=-1, **SIZES)
 
 
 Change = Callable[[dict[str, Any]], object]

@@ -987,6 +987,26 @@ def test_gradients_of_a_block_are_ready_layer_by_layer(planned: tuple[Plan, Clus
     assert [each.ready for each in late] == [(), ()]
 
 
+@pytest.mark.parametrize(
+    ("granularity", "change", "said"),
+    [
+        ("block", {"num_chunks": 9}, r"blocks\[0\].num_chunks: 9, its 16 bytes take 2"),
+        ("block", {"gradient_bytes": 0}, r"blocks\[0\].num_chunks: 2, its 0 bytes take 0"),
+        ("layer", {"gradient_bytes": 0}, r"blocks\[0\].num_chunks: 2 calls for 0 bytes"),
+    ],
+)
+def test_calls_without_bytes_are_refused(
+    planned: tuple[Plan, Cluster], granularity: str, change: dict[str, int], said: str
+) -> None:
+    """16 bytes in chunks of 8 are two calls; a call reduces something."""
+    found, _ = planned
+    whole = replace(found.pipelines[0], stages=(replace(found.pipelines[0].stages[0], layers=(0, 8)),))
+    block = replace(Block(layers=(0, 8), owners=(0, 0), gradient_bytes=16, num_chunks=2, reduce_s=1.0), **change)
+    job = replace(found.job, sync_chunk_bytes=8, sync_granularity=granularity)
+    with pytest.raises(ValueError, match=said):
+        workload(replace(found, pipelines=(whole, whole), blocks=(block,), tied_blocks=(), job=job))
+
+
 def test_overlapped_sync_is_not_slower_than_exposed(planned: tuple[Plan, Cluster]) -> None:
     """The same plan, its reductions during or after the backward."""
     found, cluster = planned

@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import textwrap
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from planner import files
 from planner.cluster import Cluster
 from planner.job import Job
-from planner.plans import Plan, wrapped
+from planner.plans import WIDTH, Plan, wrapped
 from planner.profile import ModelProfile
 
 if TYPE_CHECKING:
@@ -26,11 +28,17 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     export = commands.add_parser("export", help="write a plan for our runtime or another system")
     export.set_defaults(run=_export)
     export.add_argument("plan", metavar="PLAN")
-    export.add_argument("--to", required=True, metavar="FORMAT", help="run, hexiscale, hetu, torch, megatron, ...")
+    export.add_argument(
+        "--to",
+        required=True,
+        metavar="FORMAT",
+        help="run (ours), hexiscale, hetu, torch; of pipelines all alike: megatron, torchtitan, deepspeed, colossalai,"
+        " galvatron, flagscale; the launch alone: torchrun, accelerate; for a tracker: wandb",
+    )
     export.add_argument("--profile", metavar="PROFILE", help="says which layers are embedding and head")
     export.add_argument("--cluster", metavar="CLUSTER", help="needed for --uniform")
     export.add_argument("--uniform", action="store_true", help="the nearest plan of equal pipelines where it needs one")
-    export.add_argument("--names", metavar="FAMILY", help="module names: llama, gpt2, opt, ...")
+    export.add_argument("--names", metavar="FAMILY", help="module names: llama, gpt2, opt, gpt-neox, torchtitan")
     export.add_argument("--ends", type=_pair, metavar="E,H", help="layers of embedding and head, without a profile")
     export.add_argument("--master", metavar="HOST", help="address of the first node")
     export.add_argument("--port", type=int, default=29500, metavar="N")
@@ -47,7 +55,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         dest="format",
         required=True,
         metavar="FORMAT",
-        help="megatron, galvatron, hetu, hexiscale, layout, ...",
+        help="megatron (layout string or flags), galvatron, hetu, hexiscale, or ours: run, plan, layout",
     )
     evaluate.add_argument("--job", metavar="FILE")
     evaluate.add_argument("--ends", type=_pair, metavar="E,H", help="layers of embedding and head of the profile")
@@ -62,6 +70,10 @@ def _pair(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(word.strip() for word in text.split(","))
+
+
 def _counts(text: str) -> tuple[int, ...]:
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of counts such as 1,2,4")
@@ -71,14 +83,62 @@ def _counts(text: str) -> tuple[int, ...]:
 # hpp import
 
 
+class _ImportHelp(argparse.Action):
+    """Help with the options of the format that stands before it, or of all."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:
+        super().__init__(option_strings, dest, nargs=0, help=help)
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        from planner import importers
+
+        names = sorted({*importers.FORMATS, *importers.NETWORKS})
+        chosen = [name for name in names if name == getattr(namespace, "format", None)]
+        print(parser.format_help())
+        for name in chosen or names:
+            print("\n".join(_described(name)))
+        parser.exit()
+
+
+def _described(name: str) -> Iterator[str]:
+    """What a format takes, in lines."""
+    from planner import importers
+
+    for of_network in (False, True):
+        if name not in (importers.NETWORKS if of_network else importers.FORMATS):
+            continue
+        yield f"{name}{' --network' if of_network and name in importers.FORMATS else ''}:"
+        taken = importers.options(name, of_network=of_network)
+        if not taken:
+            yield "  no options"
+        for option in taken:
+            lead = f"  {option.name}={'|'.join(option.choices) or option.type.__name__.upper()}"
+            default = "" if option.default is None else f" (default {option.default})"
+            lead = f"{lead:<27}  "
+            yield from textwrap.wrap(lead + option.help + default, WIDTH, subsequent_indent=" " * len(lead))
+        yield ""
+
+
 def _add_import(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     importer = commands.add_parser(
         "import",
         help="convert another planner's measurements",
-        description="Formats with options of their own, which start from what the files do not say.",
+        description="What the files do not say is given by --set; hpp import FORMAT --help lists it.",
+        add_help=False,
     )
     importer.set_defaults(run=_import)
-    importer.add_argument("format", metavar="FORMAT", help="sailor, metis, aceso, galvatron, piper, pipedream, ...")
+    importer.add_argument("-h", "--help", action=_ImportHelp, help="show this, and what FORMAT takes")
+    importer.add_argument(
+        "format",
+        metavar="FORMAT",
+        help="sailor, metis, aceso, galvatron, piper, dnn-partitioning, pipedream, megatron; nnscaler, vtrain",
+    )
     importer.add_argument("path", metavar="PATH", help="file or directory of the measurements")
     importer.add_argument("-o", "--output", required=True, metavar="OUT", help="file, or directory for several models")
     importer.add_argument("--network", action="store_true", help="the links as a cluster, not the layers as a profile")
@@ -88,7 +148,7 @@ def _add_import(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         action="append",
         default=[],
         metavar="OPTION=VALUE",
-        help="what the files do not say, as backward_factor=2; a wrong option lists those of the format",
+        help="what the files do not say, as backward_factor=2; may be given repeatedly",
     )
     importer.add_argument("--model", metavar="NAME", help="only this model")
 
@@ -97,15 +157,11 @@ def _import(options: argparse.Namespace) -> int:
     from planner import importers
 
     given = dict(_setting(text) for text in options.given)
-    if options.format in importers.NETWORKS and (options.network or options.format not in importers.FORMATS):
+    if options.network or (options.format in importers.NETWORKS and options.format not in importers.FORMATS):
         cluster = importers.network(options.format, options.path, **given)
         cluster.save(options.output)
         print(f"{options.output}: {cluster.name}, {len(cluster.devices)} devices on {len(cluster.nodes)} nodes")
         return 0
-    if options.network:
-        importers.network(options.format, options.path, **given)  # says which formats have networks
-    if options.model is not None and "model" in {each.name for each in importers.options(options.format)}:
-        given["model"] = options.model
     profiles = importers.load(options.format, options.path, **given)
     if options.model is not None:
         names = [profile.name for profile in profiles]
@@ -166,14 +222,23 @@ def _add_estimate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         "--frozen", action="append", default=[], metavar="PART", help="vision, block, head, ... or all"
     )
     estimate.add_argument("--lora", type=int, metavar="RANK", help="adapters on frozen blocks")
+    estimate.add_argument(
+        "--lora-targets", type=_words, metavar="NAME,..", help="q and v, if not given; also k, o, gate, up, down"
+    )
     estimate.add_argument("--images", type=int, metavar="N", help="per sample, for models that see")
     estimate.add_argument("--image-size", type=int, metavar="PIXELS")
     estimate.add_argument("--measured", type=float, metavar="TOKENS_PER_S", help="scales all times to a run you had")
-    for name, what in (("stages", "stages per pipeline"), ("pipelines", "pipelines"), ("tp", "devices per stage")):
-        estimate.add_argument(f"--measured-{name}", type=int, default=1, metavar="N", help=f"{what} of that run")
-    estimate.add_argument("--measured-micro-batch", type=int, metavar="B")
-    estimate.add_argument("--measured-num-micro-batches", type=int, default=1, metavar="N")
-    estimate.add_argument("--measured-recompute", action="store_true")
+    estimate.add_argument("--measured-device", metavar="LABEL", help="of that run; the first, if not given")
+    for name, what in (
+        ("tp", "devices per stage"),
+        ("stages", "stages per pipeline"),
+        ("pipelines", "pipelines"),
+        ("micro-batch", "samples per micro-batch"),
+        ("num-micro-batches", "micro-batches per pipeline"),
+    ):
+        estimate.add_argument(f"--measured-{name}", type=int, metavar="N", help=f"{what} of that run")
+    estimate.add_argument("--measured-recompute", action="store_true", default=None)
+    estimate.add_argument("--name", metavar="NAME", help="of the model, if not the one in the config")
     estimate.add_argument("-o", "--output", metavar="OUT", help="profile")
 
 
@@ -185,14 +250,19 @@ def _estimate(options: argparse.Namespace) -> int:
         print(catalogue.listing())
         return 0
     for name in ("config", "device", "sequence_length", "output"):
-        if not getattr(options, name):
+        if getattr(options, name) in (None, []):
             raise ValueError(
                 f"--{name.replace('_', '-')}: missing; hpp estimate needs a config, devices, a sequence length"
                 " and an output"
             )
     images = None
     if options.images is not None or options.image_size is not None:
-        images = Images(per_sample=options.images or 1, size=options.image_size)
+        images = Images(per_sample=1 if options.images is None else options.images, size=options.image_size)
+    lora = options.lora
+    if options.lora_targets is not None:
+        if lora is None:
+            raise ValueError("--lora-targets: no effect without --lora")
+        lora = estimate.Lora(rank=lora, targets=options.lora_targets)
     profile = estimate.profile(
         options.config,
         options.device,
@@ -202,10 +272,11 @@ def _estimate(options: argparse.Namespace) -> int:
         micro_batches=options.micro_batch,
         tp=options.tp,
         frozen=options.frozen,
-        lora=options.lora,
+        lora=lora,
         images=images,
         measured_tokens_per_s=options.measured,
         measured_on=_measured_on(options),
+        name=options.name,
     )
     profile.save(options.output)
     print(f"{options.output}: {profile.name}, {profile.parameters:,} parameters in {profile.num_layers} layers")
@@ -217,14 +288,11 @@ def _estimate(options: argparse.Namespace) -> int:
 def _measured_on(options: argparse.Namespace) -> estimate.Run:
     from planner import estimate
 
-    return estimate.Run(
-        tp=options.measured_tp,
-        stages=options.measured_stages,
-        pipelines=options.measured_pipelines,
-        micro_batch=options.measured_micro_batch,
-        num_micro_batches=options.measured_num_micro_batches,
-        recompute=options.measured_recompute,
-    )
+    names = ("device", "tp", "stages", "pipelines", "micro_batch", "num_micro_batches", "recompute")
+    given = {name: value for name in names if (value := getattr(options, f"measured_{name}")) is not None}
+    if given and options.measured is None:
+        raise ValueError(f"--measured-{next(iter(given)).replace('_', '-')}: no effect without --measured")
+    return estimate.Run(**given)
 
 
 # hpp export, hpp evaluate

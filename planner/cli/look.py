@@ -116,6 +116,8 @@ def _simulate(options: argparse.Namespace) -> int:
 def _simulated(plan: Plan, timeline: Timeline, options: argparse.Namespace) -> Iterator[str]:
     predicted = plan.predicted
     how = options.framework or options.schedule + (", transfers block" if options.blocking else "")
+    if any(event.action.kind == "W" for lane in timeline.lanes for event in lane.events):
+        how += ", W is half of a backward"
     yield f"{plan.profile_name} on {plan.cluster_name}, played as {how}"
     difference = timeline.iteration_s / predicted.iteration_s - 1
     yield (

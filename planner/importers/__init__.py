@@ -59,7 +59,7 @@ NETWORKS: dict[str, Callable[..., Cluster]] = {
     "vtrain": vtrain.cluster,
 }
 
-__all__ = ["FORMATS", "NETWORKS", "Importer", "Option", "all_options", "load", "network", "options"]
+__all__ = ["FORMATS", "NETWORKS", "Importer", "Option", "load", "network", "options"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +76,6 @@ class Option:
         The values it may have, if these are few.
     help
         What it is.
-    formats
-        Names of the importers that take it.
     """
 
     name: str
@@ -85,12 +83,6 @@ class Option:
     default: int | float | str | None
     choices: tuple[str, ...]
     help: str
-    formats: tuple[str, ...]
-
-    @property
-    def flag(self) -> str:
-        """As on a command line: ``--backward-factor``."""
-        return "--" + self.name.replace("_", "-")
 
 
 def options(name: str, *, of_network: bool = False) -> tuple[Option, ...]:
@@ -109,36 +101,9 @@ def options(name: str, *, of_network: bool = False) -> tuple[Option, ...]:
                 default=parameter.default,
                 choices=choices,
                 help=texts.get(parameter.name, ""),
-                formats=(name,),
             )
         )
     return tuple(found)
-
-
-def all_options() -> tuple[Option, ...]:
-    """The options of all importers, each once, with the formats that take it; sorted by name."""
-    found: dict[str, list[Option]] = {}
-    for of_network, names in ((False, FORMATS), (True, NETWORKS)):
-        for name in names:
-            for option in options(name, of_network=of_network):
-                found.setdefault(option.name, []).append(option)
-    merged = []
-    for name, same in sorted(found.items()):
-        helps: dict[str, list[str]] = {}
-        for option in same:
-            helps.setdefault(option.help, []).extend(option.formats)
-        texts = [text if len(helps) == 1 else f"{', '.join(formats)}: {text}" for text, formats in helps.items()]
-        merged.append(
-            Option(
-                name=name,
-                type=same[0].type,
-                default=None,
-                choices=tuple(dict.fromkeys(choice for option in same for choice in option.choices)),
-                help=" ".join(texts),
-                formats=tuple(sorted({each for option in same for each in option.formats})),
-            )
-        )
-    return tuple(merged)
 
 
 def load(name: str, path: str | Path, /, **given: object) -> tuple[ModelProfile, ...]:
@@ -172,6 +137,8 @@ def _converted(name: str, given: Mapping[str, object], *, of_network: bool) -> d
         except ValueError:
             kind = {int: "a whole number", float: "a number"}[option.type]
             raise ValueError(f"{key}: {value!r} is not {kind}") from None
+        if value == "":
+            raise ValueError(f"{key}: nothing is given")
     return converted
 
 

@@ -30,7 +30,7 @@ from typing import Literal
 from planner.cluster import Cluster, Link
 from planner.importers.layers import MEGABYTE, NO_UPDATE, Layer, Row, model_profile
 from planner.importers.links import GIGABYTE, message_link, ring_link, ring_speeds, skeleton
-from planner.importers.reading import Line, fingerprints, lines, needed, table
+from planner.importers.reading import MOST_DEVICES, MOST_LAYERS, Line, counted, fingerprints, lines, needed, table
 from planner.profile import Conditions, ModelProfile
 
 FILES = re.compile(r"(?P<model>.+)_mbs(?P<micro_batch>[1-9]\d*)_tp(?P<tp>[1-9]\d*)_algo(?P<algo>[01])\.csv")
@@ -100,6 +100,7 @@ def profiles(
     files = [root] if root.is_file() else sorted(root.glob("*.csv"))
     if algo not in (0, 1):
         raise ValueError(f"algo: {algo!r} is not 0 or 1")
+    counted("num_layers", num_layers, MOST_LAYERS)
     layer_files = [file for file in files if lines(file)[0].text.split(",")[0].strip() == LAYER_COLUMNS[0]]
     if layer_files:
         sizes = {"parameters": parameters, "output_bytes": output_bytes, "activation_bytes": activation_bytes}
@@ -113,6 +114,13 @@ def profiles(
             found.setdefault(match["model"], []).append(each)
     if not found:
         raise ValueError(f"{root}: holds no MODEL_mbsX_tpY_algo{algo}.csv")
+    for key, value in (
+        ("parameters", parameters),
+        ("output_bytes", output_bytes),
+        ("activation_bytes", activation_bytes),
+    ):
+        if value is not None:
+            raise ValueError(f"{key}: {value} given, but the files of {root} tell it, they are not of layer times only")
     needed("device", device, "the files do not name the device", "V100-32")
     assert device is not None
     return tuple(_profile(model, found[model], device, num_layers, algo) for model in sorted(found))
@@ -288,6 +296,7 @@ def _of_layer_times(
         {**sizes, "num_layers": num_layers}.items(), ("12595200", "8388608", "200000000", "24")
     ):
         needed(key, value, because, example)
+        counted(key, value)
     parameters, output, kept, count = (int(value) for value in (*sizes.values(), num_layers) if value is not None)
     rows = []
     for file in files:
@@ -355,6 +364,7 @@ def cluster(
     """
     if link not in ("p2p", "all_reduce"):
         raise ValueError(f"link: {link!r} is not one of: p2p, all_reduce")
+    counted("group", group, MOST_DEVICES)
     root = Path(path)
     rings, files = _rings(root)
     if link == "all_reduce" and group not in rings:

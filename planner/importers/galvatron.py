@@ -28,7 +28,7 @@ from typing import Literal
 from planner.cluster import Cluster, Link
 from planner.importers.layers import MEGABYTE, NO_UPDATE, Layer, Row, model_profile
 from planner.importers.links import GIGABYTE, skeleton
-from planner.importers.reading import Json, fingerprints, needed, positive
+from planner.importers.reading import MOST_LAYERS, Json, counted, fingerprints, needed, positive
 from planner.profile import Conditions, ModelProfile
 
 TIMES, MEMORY = "computation_profiling_", "memory_profiling_"
@@ -39,6 +39,7 @@ MEMORY_KEY = re.compile(
 STRATEGY = re.compile(r"(?P<pp>\d+)_(?P<tp>\d+)_(?P<dp>\d+)(?P<sp>_sp)?")
 SHAPE = re.compile(r"hidden(?P<hidden>\d+)_head(?P<heads>\d+)")
 WORKED_OUT = ("layertype_", "other_memory_")
+MOST_HIDDEN = 10**6
 DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 
@@ -51,6 +52,7 @@ def profiles(
     hidden_size: int | None = None,
     tp_efficiency: float | None = None,
     other_ms: float | None = None,
+    layer_parameters: int | None = None,
     state_bytes: float = 16.0,
 ) -> tuple[ModelProfile, ...]:
     """The models of a directory, or the one of a computation file, as profiles.
@@ -69,6 +71,8 @@ def profiles(
         If given, tp degrees with memory figures get the times of tp 1 / (tp x this), communication outside.
     other_ms
         Forward milliseconds of embedding and head for one sample, for files with a single layer count.
+    layer_parameters
+        Parameters of a layer, for memory files with a single layer count; its activations are then all that was kept.
     state_bytes
         Bytes of model state per parameter in the memory files.
 
@@ -86,6 +90,9 @@ def profiles(
     for key, value in (("tp_efficiency", tp_efficiency), ("state_bytes", state_bytes), ("other_ms", other_ms)):
         if value is not None:
             positive(key, value)
+    counted("num_layers", num_layers, MOST_LAYERS)
+    counted("hidden_size", hidden_size, MOST_HIDDEN)
+    counted("layer_parameters", layer_parameters)
     root = Path(path)
     files = [root] if root.is_file() else sorted(root.glob(f"{TIMES}*.json"))
     if not files or not files[0].name.startswith(TIMES):
@@ -97,6 +104,7 @@ def profiles(
         hidden_size=hidden_size,
         tp_efficiency=tp_efficiency,
         other_ms=other_ms,
+        layer_parameters=layer_parameters,
         state_bytes=state_bytes,
     )
     return tuple(_profile(file, options) for file in files)
@@ -110,6 +118,7 @@ class _Options:
     hidden_size: int | None
     tp_efficiency: float | None
     other_ms: float | None
+    layer_parameters: int | None
     state_bytes: float
 
 
@@ -146,7 +155,7 @@ def _profile(file: Path, options: _Options) -> ModelProfile:
     name = file.stem.removeprefix(TIMES)
     memory_file = file.with_name(f"{MEMORY}{name}.json")
     times = _times(Json.read(file), options.other_ms)
-    memory = _memory(Json.read(memory_file), options.state_bytes)
+    memory = _memory(Json.read(memory_file), options.state_bytes, options.layer_parameters)
     shape, dtype = SHAPE.search(name), name.partition("_")[0]
     if dtype not in DTYPE_BYTES:
         raise ValueError(f"{file}: {dtype!r} in the name is not among {', '.join(DTYPE_BYTES)}")
@@ -211,6 +220,11 @@ def _warnings(times: _Times, memory: _Memory, degrees: list[int], options: _Opti
         yield f"times of tp > 1 were not measured: those of tp 1 / (tp x {options.tp_efficiency:g})"
     if options.other_ms is not None:
         yield f"embedding and head taken as {options.other_ms:g} ms per sample: the files hold a single layer count"
+    if options.layer_parameters is not None:
+        yield (
+            f"a layer taken to have {options.layer_parameters} parameters and to keep all activations, where the memory"
+            " file holds a single layer count"
+        )
 
 
 def _rows(seconds: dict[int, float], part: dict[int, _Part], degrees: list[int], options: _Options) -> Iterator[Row]:
@@ -266,8 +280,6 @@ def _times(content: Json, other_ms: float | None) -> _Times:
 
 def _num_layers(file: Path, name: str, given: int | None) -> tuple[int, str]:
     if given is not None:
-        if given < 1:
-            raise ValueError(f"num_layers: {given} is less than 1")
         return given, "by argument"
     counts: dict[int, Path] = {}
     for plan in sorted(file.parent.glob("galvatron_config_*.json")):
@@ -275,7 +287,8 @@ def _num_layers(file: Path, name: str, given: int | None) -> tuple[int, str]:
         parts = division.text().split(",")
         if not all(part.strip().isdecimal() for part in parts):
             raise division.wrong("counts of layers, separated by commas")
-        counts[sum(map(int, parts))] = plan
+        counted(division.where, count := sum(map(int, parts)), MOST_LAYERS)
+        counts[count] = plan
     if len(counts) != 1:
         found = "; ".join(f"{plan.name}: {count}" for count, plan in counts.items()) or "there is none"
         raise ValueError(
@@ -299,7 +312,7 @@ class _Point:
     peak: float
 
 
-def _memory(content: Json, state_bytes: float) -> _Memory:
+def _memory(content: Json, state_bytes: float, layer_parameters: int | None) -> _Memory:
     chosen = _strategies(content)
     layer, embedding, head = {}, {}, {}
     for (pp, tp, dp), entry in chosen.items():
@@ -307,12 +320,22 @@ def _memory(content: Json, state_bytes: float) -> _Memory:
             continue
         points, batch = _points(entry, last=False)
         few, many = points[0], points[-1]
-        if few.layers == many.layers:
-            raise ValueError(f"{entry.where}: layernum[{few.layers}] alone, expected two layer counts")
-        each = 1 / (many.layers - few.layers)
-        samples = batch / dp
-        states, kept = (many.states - few.states) * each, (many.kept - few.kept) * each
-        scale = MEGABYTE * tp * dp / state_bytes
+        samples, scale = batch / dp, MEGABYTE * tp * dp / state_bytes
+        if few.layers < many.layers:
+            each = 1 / (many.layers - few.layers)
+            states, kept = (many.states - few.states) * each, (many.kept - few.kept) * each
+        elif layer_parameters is None:
+            raise ValueError(
+                f"{entry.where}: layernum[{few.layers}] alone, expected two layer counts; give layer_parameters, those"
+                " of one layer, to do without"
+            )
+        elif few.layers * layer_parameters > few.states * scale:
+            raise ValueError(
+                f"layer_parameters: {few.layers} x {layer_parameters} are more than the {few.states * scale:.0f} of"
+                f" {entry.where}"
+            )
+        else:
+            states, kept = layer_parameters / scale, few.kept / few.layers
         layer[tp] = _part(entry, states * scale / tp, kept / samples, 0.0)
         rest = few.states - few.layers * states, few.kept - few.layers * kept, few.peak - few.kept
         head[tp] = _part(entry, rest[0] * scale / tp, rest[1] / samples, rest[2] / samples)

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from planner.importers.layers import MEGABYTE, NO_UPDATE, Layer, Row, model_profile
-from planner.importers.reading import Json, Line, fingerprints, lines, needed
+from planner.importers.reading import Json, Line, counted, fingerprints, lines, needed
 from planner.profile import Conditions, ModelProfile
 
 RUNS = re.compile(r"(?P<device>.+)_tp(?P<tp>[1-9]\d*)_mbs(?P<micro_batch>[1-9]\d*)\.(jsonl|log)")
@@ -99,6 +99,17 @@ def profiles(
     because = "the report does not hold it"
     needed("parameters", parameters, because, "202383360")
     needed("output_bytes", output_bytes, because, "16777216")
+    for key, value in (
+        ("tp", tp),
+        ("micro_batch", micro_batch),
+        ("parameters", parameters),
+        ("moe_parameters", moe_parameters),
+        ("output_bytes", output_bytes),
+        ("sequence_length", sequence_length),
+    ):
+        counted(key, value)
+    if skip < 0:
+        raise ValueError(f"skip: {skip} is negative")
     assert parameters is not None
     assert output_bytes is not None
     root = Path(path)

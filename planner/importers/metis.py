@@ -32,7 +32,7 @@ from pathlib import Path
 from planner.cluster import Cluster, DeviceType, Link, NetworkLink, Node
 from planner.importers.layers import MEGABYTE, Layer, Row, model_profile, vocabulary_bytes
 from planner.importers.links import GIGABYTE
-from planner.importers.reading import Json, fingerprints, lines, positive, short
+from planner.importers.reading import Json, counted, fingerprints, lines, positive, short
 from planner.profile import Conditions, ModelProfile
 
 FOLDERS = re.compile(r"mbs(?P<micro_batch>[1-9]\d*)_tmp(?P<tp>[1-9]\d*)\.json")
@@ -77,6 +77,7 @@ def profiles(
         positive("state_factor", state_factor)
     if head_blocks is not None:
         positive("head_blocks", head_blocks)
+    counted("output_bytes", output_bytes)
     root = Path(directory)
     found = sorted(
         _files(root, output_bytes, head_blocks), key=lambda file: (file.device_type, file.tp, file.micro_batch)

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from planner.importers import graph
 from planner.importers.layers import NO_UPDATE, Layer, Row, model_profile
-from planner.importers.reading import Line, fingerprint, lines, needed, positive
+from planner.importers.reading import Line, counted, fingerprint, lines, needed, positive
 from planner.profile import Conditions, ModelProfile
 
 FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
@@ -56,8 +56,7 @@ def profiles(
     """
     needed("device", device, "the file does not name the device", "V100-16")
     positive("bytes_per_parameter", bytes_per_parameter)
-    if micro_batch < 1:
-        raise ValueError(f"micro_batch: {micro_batch} is less than 1")
+    counted("micro_batch", micro_batch)
     assert device is not None
     file = Path(path)
     file = file / "graph.txt" if file.is_dir() else file

@@ -13,6 +13,8 @@ from pathlib import Path
 
 from planner import files
 
+MOST_LAYERS, MOST_DEVICES = 10_000, 1000  # of a model, of a node
+
 
 def short(value: object) -> str:
     """`value` as it fits into an error message."""
@@ -40,6 +42,12 @@ def positive(key: str, value: float) -> float:
     if isinstance(value, bool) or not (math.isfinite(value) and value > 0):
         raise ValueError(f"{key}: {value!r} is not a finite number above 0")
     return value
+
+
+def counted(key: str, value: int | None, most: int = 10**15) -> None:
+    """Refuse an option, or a figure, that is given but is no number from 1 to `most`; more is a slip."""
+    if value is not None and not 1 <= value <= most:
+        raise ValueError(f"{key}: {value} is not between 1 and {most}")
 
 
 @contextmanager
