@@ -9,7 +9,7 @@ A configuration that does not fit is priced all the same; its plan says where an
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -75,6 +75,7 @@ def evaluate(
     job: Job | None = None,
     *,
     ends: tuple[int, int] | None = None,
+    ranks: Sequence[str] | None = None,
 ) -> Plan:
     """Price a configuration as it is.
 
@@ -87,6 +88,8 @@ def evaluate(
         batch open takes the job's.
     ends
         Layers of the embedding and of the head, where the profile does not tell.
+    ranks
+        Device of every rank (`planner.exporters.launch.read_ranks`), where the layout names none.
 
     Returns
     -------
@@ -98,7 +101,7 @@ def evaluate(
         If layers or devices do not add up, or a stage was not measured.
     """
     job = job or Job()
-    pipelines = layout.placed(cluster, job.global_batch)
+    pipelines = layout.placed(cluster, job.global_batch, ranks)
     ranges = _ranges(pipelines, profile, ends)
     job = _job(job, pipelines)
     for p, pipeline in enumerate(pipelines):
@@ -126,8 +129,14 @@ def evaluate(
     return replace(
         plan,
         predicted=replace(plan.predicted, simulated_s=simulated_s),
-        warnings=(*plan.warnings, *layout.warnings, *_misfits(plan)),
+        warnings=(*plan.warnings, *layout.warnings, *_unranked(layout, cluster, ranks), *_misfits(plan)),
     )
+
+
+def _unranked(layout: Layout, cluster: Cluster, ranks: Sequence[str] | None) -> Iterator[str]:
+    """What was assumed of the devices where nothing names them and they are unlike."""
+    if ranks is None and not layout.named and len(cluster.types) > 1:
+        yield "no rank map was given: ranks taken to be the devices of the cluster in order"
 
 
 def _job(job: Job, pipelines: Sequence[PipelineLayout]) -> Job:

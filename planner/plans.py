@@ -1047,8 +1047,11 @@ class Audit:
             yield f"predicted.pipeline_s is {predicted.pipeline_s:.6g}, the slowest pipeline takes {slowest:.6g}"
         if not _close(predicted.iteration_s, whole):
             yield f"predicted.iteration_s is {predicted.iteration_s:.6g}, its terms add up to {whole:.6g}"
-        if predicted.floor_s > self._floor_s() * (1 + RELATIVE_SLACK):
-            yield f"predicted.floor_s {predicted.floor_s:.6g} is more than the stages compute, {self._floor_s():.6g}"
+        floor_s = self._floor_s()
+        if predicted.floor_s > floor_s * (1 + RELATIVE_SLACK):
+            yield f"predicted.floor_s {predicted.floor_s:.6g} is more than the stages compute, {floor_s:.6g}"
+        if predicted.simulated_s is not None and predicted.simulated_s < floor_s * (1 - RELATIVE_SLACK):
+            yield f"predicted.simulated_s {predicted.simulated_s:.6g} is less than the stages compute, {floor_s:.6g}"
         yield from self._tail()
         rate = self.job.global_batch / predicted.iteration_s if predicted.iteration_s else math.inf
         if not _close(predicted.samples_per_s, rate):

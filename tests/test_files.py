@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -257,20 +256,15 @@ def test_cached_computes_once_per_arguments() -> None:
 
 
 def test_import_is_light() -> None:
-    """`import planner` takes under 50 ms and loads neither numpy, networkx, yaml nor a solver."""
+    """`import planner` loads neither numpy, networkx, yaml nor a solver, and a value of it no numpy either."""
     code = (
-        "import sys, time; t = time.perf_counter(); import planner; t = time.perf_counter() - t\n"
-        "heavy = {'numpy', 'networkx', 'yaml', 'pulp', 'ortools', 'torch', 'matplotlib'} & set(sys.modules)\n"
+        "import sys, planner\n"
+        "heavy = {'numpy', 'networkx', 'yaml', 'pulp', 'ortools', 'torch', 'matplotlib', 'pandas'} & set(sys.modules)\n"
         "from planner import Job\n"
-        "print(t, heavy, Job().global_batch, 'numpy' in sys.modules, 'plan' in dir(planner))"
+        "print(heavy, Job().global_batch, 'numpy' in sys.modules, 'plan' in dir(planner))"
     )
-    best = 1.0
-    for _ in range(3):
-        out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-        assert out[1:] == ["set()", "256", "False", "True"]
-        best = min(best, float(out[0]))
-        time.sleep(0.01)
-    assert best < 0.050
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert out == ["set()", "256", "False", "True"]
 
 
 def test_a_mistyped_name_in_the_package() -> None:

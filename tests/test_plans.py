@@ -378,6 +378,10 @@ DAMAGE: dict[str, tuple[Callable[[], Plan], str]] = {
     ),
     "iteration beautified": (lambda: with_predicted(iteration_s=0.6762), "its terms add up to 0.6902"),
     "slowest pipeline hidden": (lambda: with_predicted(pipeline_s=0.632), "the slowest pipeline takes 0.6762"),
+    "simulation beautified": (
+        lambda: with_predicted(simulated_s=0.6),
+        "simulated_s 0.6 is less than the stages compute, 0.6534",
+    ),
     "samples per second": (lambda: with_predicted(samples_per_s=20.0), "batch over time is 14.4886"),
     "tokens per second": (
         lambda: with_predicted(tokens_per_s=20.0),

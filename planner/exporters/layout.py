@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import json
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, cast
@@ -169,20 +169,30 @@ class Layout(Document):
             )
         )
 
-    def placed(self, cluster: Cluster, global_batch: int | None = None) -> tuple[PipelineLayout, ...]:
+    @property
+    def named(self) -> bool:
+        """Whether the stages name their devices."""
+        return any(isinstance(each, str) for p in self.pipelines for stage in p.stages for each in stage.devices)
+
+    def placed(
+        self, cluster: Cluster, global_batch: int | None = None, ranks: Sequence[str] | None = None
+    ) -> tuple[PipelineLayout, ...]:
         """Every pipeline with its numbers and the names of its devices.
 
         Parameters
         ----------
         global_batch
             Samples per step, where the layout leaves it open.
+        ranks
+            Device of every rank, where the layout names none; those of the cluster in order by default.
 
         Raises
         ------
         ValueError
             If devices are missing, of two types or on two nodes in one stage, or used twice.
         """
-        copies = self._copies(cluster)
+        order = cluster.devices if ranks is None else tuple(cluster.device(name) for name in ranks)
+        copies = self._copies(order)
         count = copies * len(self.pipelines)
         total = self.global_batch or global_batch
         if total is not None and any(None in (p.micro_batch, p.num_micro_batches) for p in self.pipelines):
@@ -192,26 +202,28 @@ class Layout(Document):
         pipelines = [pipeline.sized(total) for pipeline in self.pipelines for _ in range(copies)]
         named = [stage.devices for pipeline in pipelines for stage in pipeline.stages if stage.devices]
         if named:
-            return tuple(_named(pipeline, cluster, p) for p, pipeline in enumerate(pipelines))
-        return tuple(self._ranked(pipelines, cluster))
+            return tuple(_named(pipeline, cluster, order, p) for p, pipeline in enumerate(pipelines))
+        return tuple(self._ranked(pipelines, cluster, order))
 
-    def _copies(self, cluster: Cluster) -> int:
+    def _copies(self, order: Sequence[Device]) -> int:
         if self.copies is not None:
             return self.copies
-        world = self.world_size or len(cluster.devices)
+        world = self.world_size or len(order)
         each = sum(pipeline.num_devices for pipeline in self.pipelines)
         if world % each:
             raise ValueError(f"world size: {world} devices are no multiple of the {each} that one pipeline takes")
         return world // each
 
-    def _ranked(self, pipelines: list[PipelineLayout], cluster: Cluster) -> Iterator[PipelineLayout]:
+    def _ranked(
+        self, pipelines: list[PipelineLayout], cluster: Cluster, order: Sequence[Device]
+    ) -> Iterator[PipelineLayout]:
         """Devices by rank."""
         places = [(p, s) for p, pipeline in enumerate(pipelines) for s in range(len(pipeline.stages))]
         if self.order == "stage":
             places.sort(key=lambda place: (place[1], place[0]))
         needed = sum(pipeline.num_devices for pipeline in pipelines)
-        if needed > len(cluster.devices):
-            raise ValueError(f"world size: {needed} devices in use, {cluster.name} has {len(cluster.devices)}")
+        if needed > len(order):
+            raise ValueError(f"world size: {needed} devices in use, there are {len(order)}")
         rank, chosen = 0, {}
         for p, s in places:
             tp = pipelines[p].stages[s].tp
@@ -219,16 +231,16 @@ class Layout(Document):
             rank += tp
         for p, pipeline in enumerate(pipelines):
             stages = tuple(replace(stage, devices=chosen[p, s]) for s, stage in enumerate(pipeline.stages))
-            yield _named(replace(pipeline, stages=stages), cluster, p)
+            yield _named(replace(pipeline, stages=stages), cluster, order, p)
 
 
-def _named(pipeline: PipelineLayout, cluster: Cluster, p: int) -> PipelineLayout:
+def _named(pipeline: PipelineLayout, cluster: Cluster, order: Sequence[Device], p: int) -> PipelineLayout:
     stages = []
     for s, stage in enumerate(pipeline.stages):
         where = f"pipeline {p} stage {s}"
         if not stage.devices:
             raise ValueError(f"{where}: names no devices, as other stages do")
-        found = [_device(cluster, each, where) for each in stage.devices]
+        found = [_device(cluster, order, each, where) for each in stage.devices]
         types, nodes = {device.type for device in found}, {device.node for device in found}
         if len(types) > 1 or len(nodes) > 1:
             what = f"types {', '.join(sorted(types))}" if len(types) > 1 else f"{len(nodes)} nodes"
@@ -240,12 +252,12 @@ def _named(pipeline: PipelineLayout, cluster: Cluster, p: int) -> PipelineLayout
     return replace(pipeline, stages=tuple(stages))
 
 
-def _device(cluster: Cluster, place: int | str, where: str) -> Device:
+def _device(cluster: Cluster, order: Sequence[Device], place: int | str, where: str) -> Device:
     if isinstance(place, str):
         return cluster.device(place)
-    if not 0 <= place < len(cluster.devices):
-        raise ValueError(f"{where}: device {place} does not exist, {cluster.name} has {len(cluster.devices)}")
-    return cluster.devices[place]
+    if not 0 <= place < len(order):
+        raise ValueError(f"{where}: device {place} does not exist, there are {len(order)}")
+    return order[place]
 
 
 # Command lines.
