@@ -107,6 +107,8 @@ def test_draw_and_trace_write_whole_files(here: Path, capsys: pytest.CaptureFixt
     for command in (["draw", "plan.json", "-o", "a.bmp"], ["trace", "plan.json", "-o", "t.txt"]):
         assert cli.main(command) == 2
         assert "is not among" in capsys.readouterr().err
+    assert cli.main(["draw", "plan.json", "-o", "a.html", "--what", "gantt"]) == 2
+    assert "--what: a page holds all pictures" in capsys.readouterr().err
 
 
 def test_compare_says_why_a_plan_loses(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ from factories import GB, cluster, profile
 from planner import exporters, search
 from planner.cluster import Cluster, DeviceType, Link, Node
 from planner.evaluate import evaluate, parse
+from planner.exporters.launch import read_ranks
 from planner.exporters.layout import Layout, PipelineLayout, StageLayout
 from planner.job import Job
 from planner.plans import Plan
@@ -141,7 +142,7 @@ def test_ranks_meet_devices_in_either_order() -> None:
     [
         (Layout(pipelines=(shape(3, 4),)), "its stages hold 7 decoder layers, the profile has 8"),
         (Layout(pipelines=(shape(3, 5, 0, 0),), copies=1), "pipeline 0 stage 2 is empty"),
-        (Layout(pipelines=(shape(2, 2, 2, 1, 1),)), "5 devices in use, cluster has 4"),
+        (Layout(pipelines=(shape(2, 2, 2, 1, 1),)), "5 devices in use, there are 4 of cluster"),
         (Layout(pipelines=(shape(2, 3, 3, m=None),), copies=None), "4 devices are no multiple of the 3"),
         (
             Layout(pipelines=(shape(3, 5, m=None),), copies=None, global_batch=9),
@@ -175,7 +176,7 @@ def test_ranks_meet_devices_in_either_order() -> None:
                     ),
                 )
             ),
-            "pipeline 0 stage 0: device 9 does not exist, cluster has 4",
+            "pipeline 0 stage 0: device 9 does not exist, there are 4 of cluster",
         ),
         (
             Layout(
@@ -542,6 +543,56 @@ def test_one_shape_comes_back_equal(name: str, recompute: tuple[int, ...]) -> No
     again = evaluate(MODEL, devices, parse(text, name))
     assert again.pipelines == made.pipelines
     assert again.predicted == made.predicted
+
+
+@pytest.mark.parametrize("name", ["hexiscale", "hetu", "megatron", "galvatron"])
+def test_a_rank_map_brings_the_devices_back(name: str, tmp_path: Path) -> None:
+    """Slow devices first, the others in reverse: without the map of the export these would be others.
+
+    Two pipelines of 3:5 on two slow and two fast devices of a cluster that lists two more fast ones first.
+    """
+    devices = cluster({"fast": 4, "slow": 2}, per_node=2)
+    given = replace(shape(3, 5), stages=(StageLayout(blocks=3, embedding=True), StageLayout(blocks=5, head=True)))
+    names = [device.name for device in devices.devices]
+    both = tuple(
+        replace(given, stages=tuple(replace(s, devices=(names[-1 - 2 * n - p],)) for n, s in enumerate(given.stages)))
+        for p in range(2)
+    )
+    made = evaluate(MODEL, devices, Layout(pipelines=both))
+    exporters.export(made, name, profile=MODEL).save(tmp_path)
+    files = {"hexiscale": "hexiscale.args", "hetu": "trainer.args", "galvatron": "galvatron.json"}
+    layout = parse(tmp_path / files.get(name, "megatron.args"), name)
+    again = evaluate(MODEL, devices, layout, ranks=read_ranks(tmp_path / "ranks.csv"))
+    assert again.pipelines == made.pipelines
+    assert not any("rank map" in each for each in again.warnings)
+    unmapped = layout if layout.copies == 1 else replace(layout, copies=2)
+    assert any("no rank map was given" in each for each in evaluate(MODEL, devices, unmapped).warnings)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("rank,dev\n0,n0:0\n", r"ranks.csv: line 1: column 'device' is missing; there are rank, dev"),
+        ("rank,device\n0,n0:0\n2,n0:1\n", r"ranks.csv: line 3: rank: '2' is not one of the ranks 0-1"),
+        ("rank,device\n0,n0:0\n0,n0:1\n", r"ranks.csv: line 3: rank: '0' is not a rank of its own"),
+        ("rank,device\nx,n0:0\n", r"ranks.csv: line 2: rank: 'x' is not one of the ranks 0-0"),
+        ("", r"ranks.csv: the file is empty"),
+    ],
+)
+def test_damaged_rank_maps_name_the_line(text: str, problem: str, tmp_path: Path) -> None:
+    """Every rank once, from 0 on."""
+    (tmp_path / "ranks.csv").write_text(text)
+    with pytest.raises(ValueError, match=problem):
+        read_ranks(tmp_path / "ranks.csv")
+
+
+def test_a_rank_map_beside_named_devices_is_refused() -> None:
+    """A plan names its devices: a map would change nothing."""
+    made = evaluate(MODEL, PAIR, Layout(pipelines=(shape(3, 5),)))
+    with pytest.raises(ValueError, match="ranks: no effect, the configuration names its devices"):
+        evaluate(MODEL, PAIR, Layout.of_plan(made), ranks=["fast-0:0", "fast-0:1"])
+    with pytest.raises(ValueError, match="device 'n9:0' is not among"):
+        evaluate(MODEL, PAIR, Layout(pipelines=(shape(3, 5),)), ranks=["n9:0", "fast-0:1"])
 
 
 def test_exporting_a_configuration_of_others_translates_it() -> None:

@@ -59,6 +59,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     evaluate.add_argument("--job", metavar="FILE")
     evaluate.add_argument("--ends", type=_pair, metavar="E,H", help="layers of embedding and head of the profile")
+    evaluate.add_argument("--ranks", metavar="FILE", help="CSV of rank,device, as ranks.csv of an export")
     evaluate.add_argument("--json", action="store_true", help="print the plan as JSON")
     evaluate.add_argument("-o", "--output", metavar="FILE", help="write the plan as JSON")
 
@@ -326,11 +327,13 @@ def _export(options: argparse.Namespace) -> int:
 
 def _evaluate(options: argparse.Namespace) -> int:
     from planner import evaluate
+    from planner.exporters.launch import read_ranks
 
     profile, cluster = ModelProfile.load(options.profile), Cluster.load(options.cluster)
     job = Job.load(options.job) if options.job is not None else None
     layout = evaluate.parse(options.source, options.format)
-    plan = evaluate.evaluate(profile, cluster, layout, job, ends=options.ends)
+    ranks = read_ranks(options.ranks) if options.ranks is not None else None
+    plan = evaluate.evaluate(profile, cluster, layout, job, ends=options.ends, ranks=ranks)
     if options.output is not None:
         plan.save(options.output)
         print(f"wrote {options.output}", file=sys.stderr)

@@ -194,6 +194,8 @@ def _draw(options: argparse.Namespace) -> int:
 
     if not html and output.suffix.lower() not in draw.SUFFIXES:
         raise ValueError(f"{output}: suffix {output.suffix!r} is not among {', '.join(draw.SUFFIXES)}, .html")
+    if html and options.what != PICTURES[0]:
+        raise ValueError(f"--what: a page holds all pictures, {options.what} alone needs {', '.join(draw.SUFFIXES)}")
     plan, cluster, timeline = _played(options)
     if html:
         write_report(output, [plan], [timeline], cluster)

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 
+from planner.importers import reading
 from planner.plans import Plan
-
-ORDERS = ("node", "pipeline", "stage")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +128,26 @@ class Launch:
             "ranks of a node are not consecutive in this order, so it takes more than one torchrun line: "
             + ", ".join(several),
         )
+
+
+def read_ranks(path: str | Path) -> tuple[str, ...]:
+    """The device of every rank from a rank map as `Launch.table` writes it: of its columns, rank and device.
+
+    Raises
+    ------
+    ValueError
+        Naming the file, the line and the column.
+    """
+    devices: dict[int, str] = {}
+    rows = reading.table(Path(path), ("rank", "device"))
+    for row in rows:
+        rank = row["rank"]
+        if not rank.text.isdecimal() or not int(rank.text) < len(rows):
+            raise rank.wrong(f"one of the ranks 0-{len(rows) - 1}, each on a line of its own")
+        if int(rank.text) in devices:
+            raise rank.wrong("a rank of its own")
+        devices[int(rank.text)] = row["device"].text
+    return tuple(devices[rank] for rank in range(len(rows)))
 
 
 def processes_of(plan: Plan) -> list[Process]:

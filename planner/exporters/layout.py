@@ -200,8 +200,9 @@ class Layout(Document):
                 raise ValueError(f"global batch: {total} samples are no multiple of {count} pipelines")
             total //= count
         pipelines = [pipeline.sized(total) for pipeline in self.pipelines for _ in range(copies)]
-        named = [stage.devices for pipeline in pipelines for stage in pipeline.stages if stage.devices]
-        if named:
+        if ranks is not None and self.named:
+            raise ValueError("ranks: no effect, the configuration names its devices")
+        if any(stage.devices for pipeline in pipelines for stage in pipeline.stages):
             return tuple(_named(pipeline, cluster, order, p) for p, pipeline in enumerate(pipelines))
         return tuple(self._ranked(pipelines, cluster, order))
 
@@ -223,7 +224,7 @@ class Layout(Document):
             places.sort(key=lambda place: (place[1], place[0]))
         needed = sum(pipeline.num_devices for pipeline in pipelines)
         if needed > len(order):
-            raise ValueError(f"world size: {needed} devices in use, there are {len(order)}")
+            raise ValueError(f"world size: {needed} devices in use, there are {len(order)} of {cluster.name}")
         rank, chosen = 0, {}
         for p, s in places:
             tp = pipelines[p].stages[s].tp
@@ -256,7 +257,7 @@ def _device(cluster: Cluster, order: Sequence[Device], place: int | str, where: 
     if isinstance(place, str):
         return cluster.device(place)
     if not 0 <= place < len(order):
-        raise ValueError(f"{where}: device {place} does not exist, there are {len(order)}")
+        raise ValueError(f"{where}: device {place} does not exist, there are {len(order)} of {cluster.name}")
     return order[place]
 
 
