@@ -110,6 +110,7 @@ class Trainer:
         _fits(self.layout, model)
         self.place = self.layout.places[dist.get_rank()]
         self.pipeline, stage = self.layout.pipeline(self.place), self.layout.stage(self.place)
+        self.schedule = _schedules(self.plan, schedule)[self.place.pipeline]
         self.groups = Groups(timeout_s)
         self._create_groups()
         self.stage = Stage(
@@ -132,7 +133,6 @@ class Trainer:
             overlap=job.sync == "overlapped" if overlap is None else overlap,
             shard=job.shard_optimizer if shard_optimizer is None else shard_optimizer,
         )
-        self.schedule = _schedules(self.plan, schedule)[self.place.pipeline]
         self.optimizer = optimizer([parameter for _, parameter in self.reducer.optimized()])
         self.executor: Any = None
         self.on_action: Callable[[Action], None] | None = None  # called before each action of the own engine
@@ -259,11 +259,6 @@ class Trainer:
         """Device mesh of this stage's tp group; meshes of all stages are made by all processes in one order."""
         if all(stage.tp == 1 for stage in self.plan.stages):
             return None
-        if self.model.parallelize is None:
-            raise ValueError(
-                f"the plan has stages of tp {max(s.tp for s in self.plan.stages)}, and the model says no way to shard"
-                " its layers (Model.parallelize)"
-            )
         from torch.distributed.device_mesh import DeviceMesh
 
         mine = None
@@ -357,6 +352,11 @@ def _fits(layout: Layout, model: Model) -> None:
     world = dist.get_world_size()
     if world != layout.world_size:
         raise ValueError(f"{world} processes run, the plan needs one for each of its {layout.world_size} devices")
+    most_tp = max(stage.tp for stage in layout.plan.stages)
+    if most_tp > 1 and model.parallelize is None:
+        raise ValueError(
+            f"the plan has stages of tp {most_tp}, and the model says no way to shard its layers (Model.parallelize)"
+        )
     pairs = {tied.layers for tied in layout.plan.tied_blocks}
     tied = None if model.tied is None else (model.tied[0][0], model.tied[1][0])
     if pairs and pairs != {tied}:

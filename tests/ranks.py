@@ -81,6 +81,7 @@ def _rank(rank: int, world: int, folder: str, pipe: Any, work: Callable[..., Any
     os.environ["TORCH_DISTRIBUTED_DEBUG"] = "OFF"
     try:
         connect(Path(folder) / "store", rank, world)
+        dist.barrier()  # a rank that leaves at once must not break the connecting of another
         pipe.send_bytes(_packed("done", work(rank, *arguments)))
     except BaseException:
         pipe.send_bytes(_packed("failed", traceback.format_exc()))
