@@ -105,8 +105,8 @@ def test_demo_prints_both_plans_beside_their_predictions() -> None:
     told = Emulation(groups=(FAST, SLOW), name="small")
     evenly, planned = demo.train(told, num_layers=4, samples=8, steps=2, say=said.append)
     text = demo.report(evenly, planned)
-    # 8 samples of 4 layers: even 2 each, 2 x 72 = 144 ms; planned 3 + 3 + 1 + 1, 72 ms
-    assert said[0].startswith("even: 3 steps of about 0.1 s under 2 x [fast 4] 2, 2 x [slow 4] 2")
+    # 8 samples of 4 layers: even 2 each, 2 x 72 = 144 ms and some sums; planned 3 + 3 + 1 + 1, 72 ms
+    assert said[0].startswith("even: 3 steps of about 0.2 s under 2 x [fast 4] 2, 2 x [slow 4] 2")
     assert planned.run.step_s < 0.8 * evenly.run.step_s
     assert planned.run.losses == pytest.approx(evenly.run.losses, rel=1e-5)
     assert "formula s" in text and "measured s" in text and f"{evenly.run.losses[-1]:.6f}" in text
@@ -120,7 +120,7 @@ def test_report_tells_equal_losses_from_near_ones() -> None:
     even = demo.even(profile, told.cluster, job)
 
     def trained(loss: float) -> demo.Trained:
-        run = Run(steps_s=(0.3, 0.2, 0.25), losses=(loss,), traces=(), late_s=0.0)
+        run = Run(steps_s=(0.3, 0.2, 0.25), losses=(loss,), traces=(), late_s=(0.0,) * 3)
         return demo.Trained(name="x", plan=even, run=run)
 
     assert "The losses are equal." in demo.report(trained(4.0), trained(4.0))

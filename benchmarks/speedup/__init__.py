@@ -70,13 +70,13 @@ CASES = {
     case.name: case
     for case in (
         Case(name="control", speeds=(("fast", 4, 1.0),), slow_s=0.010, num_layers=8, samples=32, fits=4),
-        Case(name="3to1", speeds=_mixed(3.0), slow_s=0.015, num_layers=8, samples=32),
-        Case(name="3to1_half", speeds=_mixed(3.0), slow_s=0.015, num_layers=8, samples=64, fits=6),
+        Case(name="3to1", speeds=_mixed(3.0), slow_s=0.030, num_layers=8, samples=32),
+        Case(name="3to1_half", speeds=_mixed(3.0), slow_s=0.030, num_layers=8, samples=64, fits=6),
         Case(name="4to1_half", speeds=_mixed(4.0), slow_s=0.024, num_layers=8, samples=40, fits=7),
         Case(
             name="three_kinds",
             speeds=(("fast", 1, 4.0), ("medium", 1, 2.0), ("slow", 2, 1.0)),
-            slow_s=0.024,
+            slow_s=0.048,
             num_layers=8,
             samples=32,
             fits=4,
