@@ -47,7 +47,7 @@ from runtime.model import Model, Stage, as_tuple, build_layer
 from runtime.trainer import Trainer
 
 GIB = 1 << 30
-ALPHA_S = 1e-3  # from one Python process to another, which has to be woken: 1.0 to 1.3 ms in traces of runs
+ALPHA_S = 1e-3  # from one Python process to another, which has to be woken: about that in a trace
 LOOPBACK = Link(alpha_s=ALPHA_S, bytes_per_s=1e9)  # small beside padded layers, whatever it is
 PAYLOAD = 1448 / 1514  # bytes of data in a full Ethernet frame, which tbf counts whole
 BURST_BYTES, BURST_S = 16 << 10, 1e-3  # larger bursts let whole activations pass unshaped, smaller ones lose rate

@@ -142,6 +142,15 @@ def test_work_that_takes_longer_than_stated_is_told() -> None:
     held = pace(stage, *(dict.fromkeys(range(3), 0.0) for _ in range(2)))
     loss_of(stage)
     assert held.late_s > 0
+    held.late_s = 0.0
+    slow = stage.layers["1"].register_forward_pre_hook(lambda *_: time.sleep(0.010))
+    loss = loss_of(stage)
+    assert held.late_s >= 0.010
+    slow.remove()
+    held.late_s = 0.0
+    stage.layers["1"].up.weight.register_hook(lambda _: time.sleep(0.010))
+    loss.backward()  # layer 0 comes after it
+    assert held.late_s >= 0.010
     held.close()
     held.late_s = 0.0
     loss_of(stage)
