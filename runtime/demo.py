@@ -6,6 +6,7 @@ the best number of pipelines.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -25,6 +26,7 @@ from runtime.model import Model
 
 VOCABULARY, LENGTH, HIDDEN, HEADS = 748, 32, 64, 4  # embedding and head weigh as much as a block
 COUNTED = 64  # the tokens that occur: fewer are learnt sooner
+LEAST_MBIT_PER_S = 1.0  # 8 KiB of activations then take as long as some layers
 LAYER_BYTES = 50_000 * 16  # model state of a layer at this size
 
 
@@ -201,6 +203,8 @@ def run(steps: int, mbit_per_s: float | None, *, say: Callable[[str], None], sho
     mbit_per_s
         Rate of every device's network port; None for loopback.
     """
+    if mbit_per_s is not None and not LEAST_MBIT_PER_S <= mbit_per_s < math.inf:
+        raise ValueError(f"--link: {mbit_per_s:g}, expected Mbit/s from {LEAST_MBIT_PER_S:g} on")
     emulation = mixed_cluster(None if mbit_per_s is None else mbit_per_s * 1e6 / 8)
     if mbit_per_s is not None and (refusal := Network.refusal()) is not None:
         raise ValueError(f"--link: links cannot be shaped here: {refusal}")

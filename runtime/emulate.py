@@ -15,17 +15,20 @@ it needs root. Without it the ranks talk over loopback, whose rate is not stated
 from __future__ import annotations
 
 import ctypes
+import gc
+import io
 import multiprocessing
 import os
 import re
 import shutil
+import signal
 import statistics
 import subprocess
 import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -41,7 +44,7 @@ from planner.cluster import Cluster, DeviceType, Link, NetworkLink, Node
 from planner.job import BytesPerParameter, Job
 from planner.plans import Plan
 from planner.profile import Cell, Conditions, LayerKind, ModelProfile
-from runtime.execute import Played
+from runtime.clock import Played
 from runtime.layout import Layout, Place
 from runtime.model import Model, Stage, as_tuple, build_layer
 from runtime.trainer import Trainer
@@ -52,6 +55,7 @@ LOOPBACK = Link(alpha_s=ALPHA_S, bytes_per_s=1e9)  # small beside padded layers,
 PAYLOAD = 1448 / 1514  # bytes of data in a full Ethernet frame, which tbf counts whole
 BURST_BYTES, BURST_S = 16 << 10, 1e-3  # larger bursts let whole activations pass unshaped, smaller ones lose rate
 QUEUE_MS = 400
+LEAVE_S = 2.0  # that a rank has to end once it answered
 NEWEST = 0.3  # weight of the last backward pass in the estimate of a layer's real work
 Batch = Callable[[int], tuple[Any, Any]]
 
@@ -87,6 +91,7 @@ class Pace:
         self.real: dict[int, float] = {}  # estimate over the backward passes so far
         self.handles = [stage.register_forward_pre_hook(self._start)]
         for l in range(stage.first, stage.end):
+            self.handles.append(stage.layers[str(l)].register_forward_pre_hook(self._recompute(l)))
             self.handles.append(stage.layers[str(l)].register_forward_hook(self._forward(l)))
             self.handles += [p.register_post_accumulate_grad_hook(self._measure(l)) for _, p in stage.parameters_of(l)]
 
@@ -109,10 +114,21 @@ class Pace:
     def _start(self, *_: Any) -> None:
         self.due, self.in_backward = time.perf_counter(), False
 
+    def _recompute(self, l: int) -> Callable[[nn.Module, Any], None]:
+        """Before a layer that runs in the backward pass: it may stop early, once it has what was dropped."""
+
+        def before(*_: Any) -> None:
+            if self.in_backward:
+                self.due += self.forward_s[l]
+                self._sleep(l)
+
+        return before
+
     def _forward(self, l: int) -> Callable[[nn.Module, Any, Any], Any]:
         def after(_: nn.Module, arguments: Any, output: Any) -> Any:
-            self.due += self.forward_s[l]
-            self._sleep(l)
+            if not self.in_backward:
+                self.due += self.forward_s[l]
+                self._sleep(l)
             return _with_mark(output, lambda: self._backward(l))
 
         return after
@@ -307,6 +323,7 @@ def start(
     *arguments: Any,
     network: Network | None = None,
     punctual: bool = False,
+    lost: Collection[int] = (),
     limit_s: float = 60.0,
 ) -> list[Any]:
     """What ``work(rank, *arguments)`` returns on each of `world` forked ranks, with torch.distributed up over gloo.
@@ -316,62 +333,83 @@ def start(
     punctual
         Give ranks precedence over other processes, where allowed (root). For ranks that mostly sleep, and should wake
         when they mean to on a busy machine as well.
+    lost
+        Ranks that have to end without an answer, None in its place. Any other rank has to answer.
 
     Raises
     ------
     RuntimeError
-        With the traceback of a rank that failed. Ranks that are not done after `limit_s` seconds are killed.
+        Of every rank that failed: its traceback, or how it ended. Ranks that are not done after `limit_s` seconds are
+        killed.
     """
     torch.set_num_threads(1)  # a pool of threads does not survive a fork
     torch.optim.SGD([torch.zeros(1)], lr=0.0)  # loads, once for all ranks, what takes an optimizer seconds to load
-    context = multiprocessing.get_context("fork")
+    ranks: list[_Rank] = []
     with tempfile.TemporaryDirectory() as folder:
-        pipes = [context.Pipe(duplex=False) for _ in range(world)]
-        ranks = [
-            context.Process(target=_rank, args=(rank, world, folder, pipe[1], network, punctual, work, arguments))
-            for rank, pipe in enumerate(pipes)
-        ]
-        for process, (_, end) in zip(ranks, pipes, strict=True):
-            process.start()
-            end.close()
         try:
-            return _collect([pipe[0] for pipe in pipes], limit_s)
+            for rank in range(world):
+                ranks.append(_Rank(limit_s, _run_rank, rank, world, folder, network, punctual, work, arguments))
+            answers = [each.answer(lost=rank in lost) for rank, each in enumerate(ranks)]
         finally:
-            for process in ranks:
-                process.join(2.0)
-                if process.is_alive():
-                    process.kill()
-                    process.join()
-                process.close()
-
-
-def _collect(pipes: Sequence[Any], limit_s: float) -> list[Any]:
-    until, results, failures = time.monotonic() + limit_s, [], []
-    for rank, pipe in enumerate(pipes):
-        try:
-            answered = pipe.poll(max(0.0, until - time.monotonic()))
-            failure, value = pipe.recv() if answered else (f"no answer within {limit_s:.0f} s", None)
-        except EOFError:
-            failure, value = "ended without an answer", None
-        pipe.close()
-        results.append(value)
-        if failure is not None:
-            failures.append(f"rank {rank}: {failure}")
+            for each in ranks:
+                each.end()
+    failures = [f"rank {rank}: {failure}" for rank, (failure, _) in enumerate(answers) if failure is not None]
     if failures:
         raise RuntimeError("\n".join(failures))
-    return results
+    return [value for _, value in answers]
 
 
-def _rank(
+class _Rank:
+    """A forked process, and the pipe that its answer comes through."""
+
+    def __init__(self, limit_s: float, target: Callable[..., None], *arguments: Any) -> None:
+        self.limit_s, self.until = limit_s, time.monotonic() + limit_s
+        context = multiprocessing.get_context("fork")
+        # The far end is closed here before the next fork, so that no other rank holds it open and its end is seen.
+        self.pipe, far = context.Pipe(duplex=False)
+        self.process = context.Process(target=target, args=(far, *arguments))
+        self.process.start()
+        far.close()
+
+    def answer(self, *, lost: bool) -> tuple[str | None, Any]:
+        """What went wrong, if anything did, and what the rank returned."""
+        if not self.pipe.poll(max(0.0, self.until - time.monotonic())):
+            self.process.kill()
+            return f"no answer within {self.limit_s:g} s", None
+        try:
+            failure, value = torch.load(io.BytesIO(self.pipe.recv_bytes()), weights_only=False)
+        except (EOFError, OSError):  # it ended before or within its answer
+            self.process.join(LEAVE_S)
+            return None if lost else f"ended without an answer, {_ending(self.process.exitcode)}", None
+        if lost and failure is None:
+            failure = "answered, but was to be lost"
+        return failure, value
+
+    def end(self) -> None:
+        """Leave no process and no pipe."""
+        self.process.join(LEAVE_S)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+        self.process.close()
+        self.pipe.close()
+
+
+def _ending(code: int | None) -> str:
+    return f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
+
+
+def _run_rank(
+    pipe: Any,
     rank: int,
     world: int,
     folder: str,
-    pipe: Any,
     network: Network | None,
     punctual: bool,
     work: Callable[..., Any],
     arguments: Sequence[Any],
 ) -> None:
+    gc.freeze()  # what came with the fork is not searched again and again
     torch.set_num_threads(1)
     if punctual:
         with suppress(OSError):
@@ -379,17 +417,29 @@ def _rank(
     try:
         if network is not None:
             network.enter(rank)
-        dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=30)
-        )
-        pipe.send((None, work(rank, *arguments)))
+        connect(Path(folder) / "store", rank, world)
+        dist.barrier()  # a rank that leaves at once must not break the connecting of another
+        pipe.send_bytes(_packed(None, work(rank, *arguments)))
     except BaseException:
-        pipe.send((traceback.format_exc(), None))
+        pipe.send_bytes(_packed(traceback.format_exc(), None))
     finally:
         pipe.close()
         if dist.is_initialized():
             dist.destroy_process_group()
     os._exit(0)  # no exit handlers of the parent
+
+
+def _packed(failure: str | None, value: Any) -> bytes:
+    """Whole bytes: a pipe would send tensors as handles of memory that goes with the rank."""
+    buffer = io.BytesIO()
+    torch.save((failure, value), buffer)
+    return buffer.getvalue()
+
+
+def connect(store: Path, rank: int, world: int, timeout_s: float = 30.0) -> None:
+    """Join the ranks that meet at a file."""
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timeout)
 
 
 # Clusters

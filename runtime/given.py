@@ -77,7 +77,9 @@ def _function(file: Path, name: str) -> Callable[[], Any]:
     spec.loader.exec_module(module)
     found = getattr(module, name, None)
     if not callable(found):
-        known = [key for key, each in vars(module).items() if getattr(each, "__module__", "") == module_name]
+        functions = {key: each for key, each in vars(module).items() if inspect.isfunction(each)}
+        own = [key for key, each in functions.items() if each.__module__ == module_name]
+        known = [key for key in own if not key.startswith("_")]
         raise _Missing(f"function {name!r} is not among {did_you_mean(name, known)}")
     return found  # type: ignore[no-any-return]
 
@@ -100,16 +102,27 @@ def parts(target: str) -> tuple[Any, Any, Any]:
 
 
 def as_model(value: Any) -> Model:
-    """A `Model`, or one made of an ``nn.Sequential`` or a list of layers, with the weight that two of them share."""
+    """A model as the runtime knows it, of any form a user may have it in.
+
+    Parameters
+    ----------
+    value
+        A `Model`; an ``nn.Sequential`` or a list of layers, of which two may share a weight; or a pair of a function
+        that builds layer l, and how many layers there are.
+
+    Raises
+    ------
+    ValueError
+        If it is something else, or has no layers.
+    """
+    if isinstance(value, tuple) and len(value) == 2 and not isinstance(value[0], nn.Module) and callable(value[0]):
+        value = _built_by(*value)
     if isinstance(value, Model):
         if value.num_layers < 1:
             raise ValueError("model: it has no layers")
         return value
     if not isinstance(value, (nn.Sequential, nn.ModuleList, list, tuple)):
-        raise ValueError(
-            f"model: {what(value)} is no sequence of layers; expected an nn.Sequential, a list of modules, or a"
-            " runtime.Model"
-        )
+        raise ValueError(f"model: {what(value)} is no sequence of layers; {_expected(value)}")
     layers = list(value)
     if not layers:
         raise ValueError("model: it has no layers")
@@ -117,6 +130,27 @@ def as_model(value: Any) -> Model:
         if not isinstance(layer, nn.Module):
             raise ValueError(f"model: layer {l} is {what(layer)}, expected an nn.Module")
     return Model.of(layers, tied=_tied(layers))
+
+
+def _built_by(layer: Callable[[int], nn.Module], num_layers: Any) -> Model:
+    if not isinstance(num_layers, int) or isinstance(num_layers, bool):
+        raise ValueError(
+            f"model: a pair of a function and a value {what(num_layers)}; expected the function that builds layer l,"
+            " and the number of layers"
+        )
+    return Model(num_layers=num_layers, layer=layer)
+
+
+def _expected(value: Any) -> str:
+    if callable(value) and not isinstance(value, nn.Module):
+        return (
+            "if it is a function that builds layer l, say how many layers there are: give the pair (function, number),"
+            " or runtime.Model(num_layers=number, layer=function)"
+        )
+    return (
+        "expected an nn.Sequential, a list of modules, a pair of a function that builds layer l and the number of"
+        " layers, or a runtime.Model"
+    )
 
 
 def _tied(layers: Sequence[nn.Module]) -> tuple[Weight, Weight] | None:

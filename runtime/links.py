@@ -118,6 +118,23 @@ def as_link(times: Times, burst_bytes: int = 0) -> Link:
 # Measuring
 
 
+def check(world: int, sizes: Sequence[int] = SIZES, burst_bytes: int = 0) -> None:
+    """Whether `cluster` can measure; to be asked before processes are started for it.
+
+    Raises
+    ------
+    ValueError
+        If there are fewer than two processes, or fewer than two message sizes of at least `burst_bytes`.
+    """
+    if world < 2:
+        raise ValueError("links: one process runs, expected two or more (torchrun --nproc-per-node N)")
+    if len(sizes) < 2:
+        raise ValueError(f"sizes: {list(sizes)}, expected two message sizes or more")
+    most = sorted(sizes)[-2]
+    if not 0 <= burst_bytes <= most:
+        raise ValueError(f"burst: {burst_bytes} bytes, expected 0 to {most}, the last message size but one")
+
+
 def ping_pong(first: int, second: int, device: torch.device, sizes: Sequence[int] = SIZES) -> dict[int, float]:
     """Seconds one way by message size, on the first of two ranks; the second, which has to call it too, gets nothing.
 
@@ -214,14 +231,11 @@ def cluster(
     Raises
     ------
     ValueError
-        If there are fewer than two processes, or those of one device type have unequal memory.
+        As `check`.
     """
     device = torch.device(device)
     world = dist.get_world_size()
-    if world < 2:
-        raise ValueError("links: one process runs, expected two or more (torchrun --nproc-per-node N)")
-    if len(sizes) < 2:
-        raise ValueError(f"sizes: {list(sizes)}, expected two message sizes or more")
+    check(world, sizes, burst_bytes)
     names: list[Any] = [None] * world
     dist.all_gather_object(names, host or socket.gethostname())
     me = Host(

@@ -22,7 +22,7 @@ import platform
 import statistics
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import date
 from typing import Any
@@ -97,7 +97,7 @@ def profile(
     Parameters
     ----------
     model
-        A `Model`, an ``nn.Sequential``, or a list of modules.
+        As for `given.as_model`.
     inputs, targets
         As for `given.batches`. Targets may be left out where the loss is the one that a `Model` has by default.
     device_type
@@ -317,6 +317,10 @@ def _kept(stack: Stack, data: Data) -> tuple[list[int], int]:
     return [second.kept("forward", n) for n in range(last + 1)], second.kept("loss", last)
 
 
+def _unprobed(what: str, n: int, _: Tensors) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
 class _CudaMeter:
     """As `Meter`, of what the allocator of a GPU says."""
 
@@ -388,8 +392,11 @@ def count(stack: Stack, data: Data, device: torch.device | None = None) -> list[
     device
         That the stack is on; its allocator is asked where it is a GPU.
     """
+    on_gpu = device is not None and device.type == "cuda"
+    if on_gpu:  # libraries take their workspaces at the first call of a kind, and hold them
+        stack.play(data, _unprobed)
     kept, logits = _kept(stack, data)
-    meter = _CudaMeter(device) if device is not None and device.type == "cuda" else Meter()
+    meter = _CudaMeter(device) if on_gpu else Meter()
     used = _Used(stack, meter)
     with stack.fake or nullcontext(), meter:
         stack.backward(stack.forward(data, used), used)

@@ -1,108 +1,58 @@
-"""Starts ranks by fork for the tests of the runtime, under a hard limit, and leaves nothing behind; plans without a
-search; a small model."""
+"""Ranks that are forked for the tests of the runtime; plans without a search; a small model; a clock of its own."""
 
 from __future__ import annotations
 
-import gc
-import io
-import multiprocessing
-import os
-import tempfile
 import time
-import traceback
-from collections.abc import Callable, Sequence
-from datetime import timedelta
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-import torch._dynamo  # every optimizer does; once here, not in each rank
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from planner.job import Job
 from planner.plans import Block, Pipeline, Plan, Predicted, Provenance, Stage, StageMemory, TiedBlock
+from runtime import emulate
+from runtime.emulate import connect as connect
+from runtime.emulate import start as start
 from runtime.model import Model
 
 torch.set_num_threads(1)  # also for what ranks are compared with: sums depend on the number of threads
 
 VOCABULARY, HIDDEN, LENGTH = 32, 16, 8
-LIMIT_S = 60.0
 
 
-def start(world: int, work: Callable[..., Any], *arguments: Any, limit_s: float = LIMIT_S) -> list[Any]:
-    """What ``work(rank, *arguments)`` returns on each of `world` ranks, with torch.distributed up over gloo.
+class Clock:
+    """Seconds that pass only while somebody sleeps."""
 
-    An exception of a rank is raised here with its traceback; ranks that are not done by the limit are killed.
-    """
-    torch.set_num_threads(1)
-    context = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory() as folder:
-        pipes = [context.Pipe(duplex=False) for _ in range(world)]
-        ranks = [
-            context.Process(target=_rank, args=(rank, world, folder, pipe[1], work, arguments))
-            for rank, pipe in enumerate(pipes)
-        ]
-        for process, (_, end) in zip(ranks, pipes, strict=True):
-            process.start()
-            end.close()
-        try:
-            return _collect([pipe[0] for pipe in pipes], limit_s)
-        finally:
-            for process in ranks:
-                process.join(2.0)
-                if process.is_alive():
-                    process.kill()
-                    process.join()
-                process.close()
+    monotonic = staticmethod(time.monotonic)  # limits of processes stay what they are
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        assert seconds >= 0
+        self.now += seconds
 
 
-def _collect(pipes: Sequence[Any], limit_s: float) -> list[Any]:
-    until, results, failures = time.monotonic() + limit_s, [], []
-    for rank, pipe in enumerate(pipes):
-        answered = pipe.poll(max(0.0, until - time.monotonic()))
-        try:
-            message = pipe.recv_bytes() if answered else _packed("failed", f"no answer within {limit_s:g} s")
-            outcome, value = torch.load(io.BytesIO(message), weights_only=False)
-        except EOFError:
-            outcome, value = "gone", "ended without an answer"
-        pipe.close()
-        results.append(value if outcome == "done" else None)
-        if outcome == "failed":
-            failures.append(f"rank {rank}: {value}")
-    assert not failures, "\n".join(failures)
-    return results
+def emulated_time(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Emulated devices compute, and sleep, without taking time: every rank's clock stands at what its layers should
+    have taken since the last barrier. A step then lasts as long as the layers of its busiest rank, whatever else the
+    machine does."""
+    clock, barrier = Clock(), dist.barrier
 
+    def together(*arguments: Any, **options: Any) -> None:
+        barrier(*arguments, **options)
+        clock.now = 0.0
 
-def _rank(rank: int, world: int, folder: str, pipe: Any, work: Callable[..., Any], arguments: Sequence[Any]) -> None:
-    gc.freeze()  # what came with the fork is not searched again and again
-    torch.set_num_threads(1)
-    os.environ["TORCH_DISTRIBUTED_DEBUG"] = "OFF"
-    try:
-        connect(Path(folder) / "store", rank, world)
-        dist.barrier()  # a rank that leaves at once must not break the connecting of another
-        pipe.send_bytes(_packed("done", work(rank, *arguments)))
-    except BaseException:
-        pipe.send_bytes(_packed("failed", traceback.format_exc()))
-    finally:
-        pipe.close()
-        if dist.is_initialized():
-            dist.destroy_process_group()
-    os._exit(0)  # no exit handlers of the parent
-
-
-def _packed(outcome: str, value: Any) -> bytes:
-    """Whole bytes: a pipe would send tensors as handles of memory that goes with the rank."""
-    buffer = io.BytesIO()
-    torch.save((outcome, value), buffer)
-    return buffer.getvalue()
-
-
-def connect(store: Path, rank: int, world: int, timeout_s: float = 20.0) -> None:
-    """Join the ranks that meet at a file."""
-    timeout = timedelta(seconds=timeout_s)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timeout)
+    monkeypatch.setattr(emulate, "time", clock)
+    monkeypatch.setattr(dist, "barrier", together)
+    return clock
 
 
 def make_plan(

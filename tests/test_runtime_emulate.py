@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import json
+import multiprocessing
 import os
+import signal
+import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import make_batch, make_model
+from ranks import Clock, emulated_time, make_batch, make_model
 from torch import Tensor, nn
 
 from planner import Plan
 from planner.evaluate import evaluate
 from planner.exporters.layout import Layout, PipelineLayout, StageLayout
 from planner.profile import ModelProfile
+from planner.schedule import Kind
 from runtime import emulate
 from runtime.emulate import Emulation, Group, Network, pace, start
+from runtime.layout import Layout as Ranks
 from runtime.model import Model, Stage, as_tuple
+from runtime.trainer import adamw
 
 FORWARD_S, BACKWARD_S = 0.010, 0.020
-REPEATS = 5
 needs_network = pytest.mark.skipif(Network.refusal() is not None, reason=str(Network.refusal()))
 
 
@@ -36,12 +42,6 @@ def loss_of(stage: Stage, masked: bool = False) -> Tensor:
     return as_tuple(stage(*as_tuple(inputs)))[0].square().mean()
 
 
-def seconds(call: Callable[[], Any]) -> float:
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
-
-
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
@@ -50,77 +50,135 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Time passes while layers sleep and while they work by `works`, and at no other time."""
+    return emulated_time(monkeypatch)
+
+
+def works(stage: Stage, clock: Clock, forward_s: float, backward_s: float) -> None:
+    """Let the real work of every layer take some time, backward before its gradients are complete."""
+    for layer in stage.layers.values():
+        layer.register_forward_pre_hook(lambda *_: clock.sleep(forward_s))
+        next(layer.parameters()).register_hook(lambda _: clock.sleep(backward_s))
+
+
+def passes(stage: Stage, clock: Clock) -> tuple[float, float]:
+    """Seconds of a forward pass, and of the backward pass after it."""
+    began = clock.now
+    loss = loss_of(stage)
+    between = clock.now
+    loss.backward()
+    return between - began, clock.now - between
+
+
 # Slow devices
 
 
-def test_layers_take_their_stated_times() -> None:
-    """4 layers of 10 and 20 ms: 40 ms forward, 80 ms backward; never less, and once in five tries hardly more."""
+def test_layers_take_their_stated_times(clock: Clock) -> None:
+    """4 layers of 10 and 20 ms that work for 3 and 5 of them: 40 ms forward, 80 ms backward, once the work is known."""
     stage = Stage(make_model(4), (0, 4))
     pace(stage, *stated(4))
-    forward, backward = [], []
-    for _ in range(REPEATS):
-        began = time.perf_counter()
-        loss = loss_of(stage)
-        forward.append(time.perf_counter() - began)
-        backward.append(seconds(loss.backward))
-    assert min(forward) >= 0.040
-    assert min(forward) == pytest.approx(0.040, rel=0.2)
-    # the estimate of the real work, which is about 1 ms a layer, may be above what it takes this time
-    assert min(backward) == pytest.approx(0.080, rel=0.2)
+    assert passes(stage, clock) == pytest.approx((0.040, 0.080))
+    works(stage, clock, 0.003, 0.005)
+    # The next pass knows 0 ms of work backward: layer 0 sleeps until 80 ms and works then. Then 30 % of what is new
+    # counts, at each pass again: 0.3 x 5 = 1.5 ms of work are known, 0.7 x 1.5 + 1.5 = 2.55 ms, ...
+    known = [0.0, 0.0015, 0.00255]
+    assert [passes(stage, clock) for _ in known] == [pytest.approx((0.040, 0.085 - each)) for each in known]
+    for _ in range(40):
+        last = passes(stage, clock)
+    assert last == pytest.approx((0.040, 0.080))
 
 
-def test_gradients_are_complete_when_their_layer_is_over() -> None:
+def test_gradients_are_complete_when_their_layer_is_over(clock: Clock) -> None:
     """The hooks of layer l of 4 fire 20, 40, 60, 80 ms into the backward pass, last layer first."""
     stage = Stage(make_model(4), (0, 4))
+    works(stage, clock, 0.003, 0.005)
     pace(stage, *stated(4))
     fired: dict[int, float] = {}
     for l in range(4):
         for _, parameter in stage.parameters_of(l):
-            parameter.register_post_accumulate_grad_hook(lambda _, l=l: fired.__setitem__(l, time.perf_counter()))
-    best = [1.0] * 4
-    for _ in range(REPEATS):
+            parameter.register_post_accumulate_grad_hook(lambda _, l=l: fired.__setitem__(l, clock.now))
+    for late_s in (0.005, 0.0):  # in the first pass the work is not known, and comes on top
         loss = loss_of(stage)
-        began = time.perf_counter()
+        began = clock.now
         loss.backward()
-        best = [min(b, fired[l] - began) for l, b in zip(reversed(range(4)), best, strict=True)]
-    assert best == pytest.approx([0.020, 0.040, 0.060, 0.080], abs=0.010)
+        expected = [0.020 + late_s, 0.040 + late_s, 0.060 + late_s, 0.080 + late_s]
+        assert [fired[l] - began for l in (3, 2, 1, 0)] == pytest.approx(expected)
 
 
-def test_a_pause_before_a_backward_pass_is_not_made_up_for() -> None:
-    """Two backward passes in a row, 50 ms apart: each takes its 40 ms."""
-    stage = Stage(make_model(2), (0, 2))
-    pace(stage, *stated(2))
-    losses = [loss_of(stage), loss_of(stage)]
-    losses[0].backward()
-    time.sleep(0.050)
-    assert seconds(losses[1].backward) >= 0.035
+def test_what_one_layer_oversleeps_the_next_makes_up_for(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every sleep lasts 1 ms longer: a pass is 1 ms late at its end, not 1 ms per layer; and says so."""
+    stage = Stage(make_model(4), (0, 4))
+    held = pace(stage, *stated(4))
+    sleep = clock.sleep
+    monkeypatch.setattr(clock, "sleep", lambda seconds: sleep(seconds + 0.001))
+    assert passes(stage, clock) == pytest.approx((0.041, 0.081))
+    assert held.late_s == pytest.approx(0.001)
 
 
-def test_a_recomputed_layer_takes_its_forward_time_again() -> None:
-    """3 layers, one recomputed: 3 x 20 + 10 ms backward."""
+def test_a_pause_before_a_backward_pass_is_not_made_up_for(clock: Clock) -> None:
+    """Two backward passes in a row, 50 ms apart: each takes its 40 ms, whether it begins at the loss or not."""
+    for with_loss in (False, True):
+        stage = Stage(make_model(2), (0, 2))
+        held = pace(stage, *stated(2))
+        losses = [loss_of(stage), loss_of(stage)]
+        if with_loss:
+            around = held.around(lambda output, _: output.square().mean())
+            losses = [around(stage(make_batch(2, 0)[0]), None) for _ in range(2)]
+        losses[0].backward()
+        clock.sleep(0.050)
+        began = clock.now
+        losses[1].backward()
+        assert clock.now - began == pytest.approx(0.040)
+
+
+def test_a_recomputed_layer_takes_its_forward_time_again(clock: Clock) -> None:
+    """3 layers, one recomputed: 3 x 20 + 10 ms backward; its gradients are complete 20 + 10 + 20 ms into it."""
     stage = Stage(make_model(3), (0, 3), recompute=(1,))
     pace(stage, *stated(3))
-    assert min(seconds(loss_of(stage).backward) for _ in range(REPEATS)) == pytest.approx(0.070, abs=0.010)
+    works(stage, clock, 0.003, 0.005)
+    done: list[float] = []
+    for _, parameter in stage.parameters_of(1):
+        parameter.register_post_accumulate_grad_hook(lambda _: done.append(clock.now))
+    for late_s in (0.005, 0.0):  # in the first pass the work is not known, and comes on top
+        loss = loss_of(stage)
+        began = clock.now
+        loss.backward()
+        assert clock.now - began == pytest.approx(0.070 + late_s)
+        assert done[-1] - began == pytest.approx(0.050 + late_s + (0.003 if late_s else 0.0))
 
 
-def test_the_loss_is_a_part_of_the_last_layer() -> None:
+def test_the_loss_is_a_part_of_the_last_layer(clock: Clock) -> None:
     """2 layers and a loss that takes 5 ms: 20 ms forward and 40 ms backward with it, once that is known."""
 
     def loss(output: Tensor, targets: Tensor) -> Tensor:
-        time.sleep(0.005)
+        clock.sleep(0.005)
         return output.square().mean()
 
     stage = Stage(make_model(2), (0, 2))
     around = pace(stage, *stated(2)).around(loss)
     inputs, targets = make_batch(2, 0)
-    forward, backward = [], []
-    for _ in range(15):
-        began = time.perf_counter()
+    found = []
+    for _ in range(40):
+        began = clock.now
         value = around(stage(inputs), targets)
-        forward.append(time.perf_counter() - began)
-        backward.append(seconds(value.backward))
-    assert min(forward[10:]) == pytest.approx(0.020, abs=0.002)  # without: 25 ms
-    assert min(backward) == pytest.approx(0.040, abs=0.006)
+        between = clock.now
+        value.backward()
+        found.append((between - began, clock.now - between))
+    # the first pass knows nothing of the loss, the second 0.3 x 5 = 1.5 ms of it
+    assert found[:2] == [pytest.approx((0.025, 0.040)), pytest.approx((0.0235, 0.040))]
+    assert found[-1] == pytest.approx((0.020, 0.040), abs=1e-5)
+
+
+def test_layers_really_sleep() -> None:
+    """4 layers of 25 ms: no less goes by on the clock of the machine, and little of it is processor time."""
+    stage = Stage(make_model(4), (0, 4))
+    pace(stage, dict.fromkeys(range(4), 0.025), dict.fromkeys(range(4), 0.0))
+    began, began_cpu = time.perf_counter(), time.thread_time()
+    loss_of(stage)
+    assert time.perf_counter() - began >= 0.100
+    assert time.thread_time() - began_cpu < 0.050
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["", "several tensors"])
@@ -136,23 +194,23 @@ def test_pacing_changes_no_gradient(masked: bool) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-def test_work_that_takes_longer_than_stated_is_told() -> None:
+def test_work_that_takes_longer_than_stated_is_told(clock: Clock) -> None:
     """No time for a layer: it is late by its real work; closed, it is not looked at any more."""
     stage = Stage(make_model(3), (0, 3))
     held = pace(stage, *(dict.fromkeys(range(3), 0.0) for _ in range(2)))
     loss_of(stage)
-    assert held.late_s > 0
-    held.late_s = 0.0
-    slow = stage.layers["1"].register_forward_pre_hook(lambda *_: time.sleep(0.010))
+    assert held.late_s == 0
+    slow = stage.layers["1"].register_forward_pre_hook(lambda *_: clock.sleep(0.010))
     loss = loss_of(stage)
-    assert held.late_s >= 0.010
+    assert held.late_s == pytest.approx(0.010)
     slow.remove()
     held.late_s = 0.0
-    stage.layers["1"].up.weight.register_hook(lambda _: time.sleep(0.010))
+    stage.layers["1"].up.weight.register_hook(lambda _: clock.sleep(0.020))
     loss.backward()  # layer 0 comes after it
-    assert held.late_s >= 0.010
+    assert held.late_s == pytest.approx(0.020)
     held.close()
     held.late_s = 0.0
+    stage.layers["2"].register_forward_pre_hook(lambda *_: clock.sleep(0.010))
     loss_of(stage)
     assert held.late_s == 0
 
@@ -222,22 +280,57 @@ def plan_of(told: Emulation, profile: ModelProfile, split: int, m: int) -> Plan:
     return evaluate(profile, told.cluster, Layout(pipelines=(shape,)), told.job(m))
 
 
-def test_runs_take_what_the_simulation_says() -> None:
-    """fast | slow at 3:1, 4 layers: cut 3 | 1 beats 2 | 2 as simulated; both near their prediction; losses agree."""
+@pytest.mark.parametrize(("split", "slow_s"), [(2, 4 * 0.090), (3, 4 * 0.045)], ids=["2 | 2", "3 | 1"])
+def test_a_step_takes_the_stated_times_of_its_actions(clock: Clock, split: int, slow_s: float) -> None:
+    """fast | slow at 3:1, 4 layers, 4 micro-batches: a step lasts as long as the slow stage computes in it.
+
+    With no time in between, that is: a rank's clock stands still while it waits. 2 layers of 15 + 30 ms take 90 ms per
+    micro-batch, one takes 45 ms, as three of 5 + 10 ms do on the fast device.
+    """
     told, model = emulation(), make_model(4)
     profile = told.profile(model, make_batch(1, 0)[0])
-    runs = {}
-    for split in (2, 3):
-        plan = plan_of(told, profile, split, 4)
-        runs[split] = told.run(plan, profile, model, lambda step: make_batch(4, step), steps=2)
-        assert plan.predicted.simulated_s is not None
-        # 2 | 2: F 30 + 30 of the first, then 4 x 90 on the slow stage, then B 20: about 0.39 s
-        assert 0.97 <= min(runs[split].steps_s) / plan.predicted.simulated_s <= 1.3
-    assert runs[3].step_s < runs[2].step_s
-    assert runs[3].losses == pytest.approx(runs[2].losses, rel=1e-5)
-    assert len(runs[3].losses) == 3 and len(runs[3].steps_s) == 2
-    assert {place.stage for place, _ in runs[3].traces} == {0, 1}
-    assert all(len(trace) >= 8 for _, trace in runs[3].traces)  # 4 F and 4 B, and what is traced beside them
+    plan = plan_of(told, profile, split, 4)
+    run = told.run(plan, profile, model, lambda step: make_batch(4, step), steps=2)
+    assert run.steps_s == pytest.approx((slow_s, slow_s)) and run.step_s == pytest.approx(slow_s)
+    assert run.late_s == pytest.approx((0.0, 0.0), abs=1e-9)
+    assert plan.predicted.simulated_s is not None
+    # beside the slow stage's work the simulation has fill and drain, and hand-overs: F and B of the first stage
+    first_s = split * 0.015
+    assert slow_s + first_s < plan.predicted.simulated_s < slow_s + first_s + 0.010
+    assert {place.stage for place, _ in run.traces} == {0, 1}
+    for _, trace in run.traces:
+        assert sorted(str(each.action.kind) for each in trace if each.action.kind in (Kind.F, Kind.B)) == [
+            *["B"] * 4,
+            *["F"] * 4,
+        ]
+    expected = reference_losses(model, 4, steps=3)
+    assert run.losses == pytest.approx(expected, rel=1e-5)
+
+
+def reference_losses(model: Model, samples: int, steps: int) -> list[float]:
+    """Mean losses of the whole model on one process, trained as a `Trainer` does by default."""
+    stage = Stage(model, (0, model.num_layers))
+    optimizer, found = adamw(list(stage.parameters())), []
+    for step in range(steps):
+        inputs, targets = make_batch(samples, step)
+        loss = model.loss(stage(inputs), targets) / model.count_tokens(targets)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(stage.parameters(), 1.0)
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+def test_a_step_lasts_from_the_first_start_to_the_last_end() -> None:
+    """Of all ranks, on one clock; the first step is not counted; lateness is that of the latest rank."""
+    told, model = emulation(), make_model(4)
+    plan = plan_of(told, told.profile(model, make_batch(1, 0)[0]), 2, 4)
+    first = [emulate._Row(0.0, 9.0, 4.0, 9.0), emulate._Row(10.0, 11.0, 3.0, 0.1), emulate._Row(20.0, 20.5, 2.0, 0.0)]
+    second = [emulate._Row(0.0, 8.0, 4.0, 8.0), emulate._Row(10.2, 11.5, 3.0, 0.0), emulate._Row(19.9, 20.4, 2.0, 0.2)]
+    run = emulate._as_run(Ranks(plan), [(first, ()), (second, ())])
+    assert run.steps_s == pytest.approx((1.5, 0.6)) and run.late_s == (0.1, 0.2)
+    assert run.step_s == pytest.approx(1.05) and run.losses == (4.0, 3.0, 2.0)
 
 
 def test_times_that_are_not_stated_are_refused() -> None:
@@ -267,6 +360,15 @@ def hang(rank: int) -> None:
     time.sleep(60.0)
 
 
+def vanish(rank: int) -> Tensor:
+    """Rank 1 and 2 end without a word, by an exit and by a signal."""
+    if rank == 1:
+        os._exit(7)
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return torch.full((1 << 18,), float(rank))  # more than a pipe holds at once
+
+
 def test_ranks_answer_or_say_why_not() -> None:
     """Values in order of rank; the traceback of a rank that fails; ranks that hang are killed at the limit."""
     assert start(3, add_up, 1) == [6.0, 6.0, 6.0]
@@ -275,21 +377,47 @@ def test_ranks_answer_or_say_why_not() -> None:
     assert "rank 0" not in str(error.value)
     with pytest.raises(RuntimeError, match="rank 0: no answer within 1 s"):
         start(1, hang, limit_s=1.0)
+    assert not multiprocessing.active_children()
+
+
+def test_a_rank_that_ends_without_an_answer_has_failed() -> None:
+    """Unless it is to be lost: then an answer, or an error, is a failure."""
+    with pytest.raises(RuntimeError) as error:
+        start(3, vanish)
+    assert str(error.value) == (
+        "rank 1: ended without an answer, exit code 7\nrank 2: ended without an answer, killed by SIGKILL"
+    )
+    with pytest.raises(RuntimeError, match=r"^rank 2: ended without an answer, killed by SIGKILL$"):
+        start(3, vanish, lost={1})
+    first, *others = start(3, vanish, lost={1, 2})
+    assert torch.equal(first, torch.zeros(1 << 18)) and others == [None, None]
+    with pytest.raises(RuntimeError, match=r"^rank 0: answered, but was to be lost$"):
+        start(3, vanish, lost={0, 1, 2})
+    with pytest.raises(RuntimeError, match=r"(?s)^rank 1: Traceback.*ValueError: no such thing"):
+        start(2, fail, lost={1})
 
 
 # Slow links
 
 
 def send(rank: int, nbytes: int) -> float:
-    """Seconds of a message from rank 0 to rank 1 and back, the least of three, halved."""
-    value, best = torch.zeros(nbytes // 4), 1e9
-    for _ in range(3):
-        dist.barrier()
-        began = time.perf_counter()
-        (dist.send if rank == 0 else dist.recv)(value, 1 - rank)
-        (dist.recv if rank == 0 else dist.send)(value, 1 - rank)
-        best = min(best, (time.perf_counter() - began) / 2)
-    return best
+    """Seconds until a message from rank 0 has arrived at rank 1, and its answer at rank 0."""
+    value, answer = torch.zeros(nbytes // 4), torch.zeros(1)
+    dist.barrier()
+    began = time.perf_counter()
+    (dist.send if rank == 0 else dist.recv)(value, 1 - rank)
+    (dist.recv if rank == 0 else dist.send)(answer, 1 - rank)
+    return time.perf_counter() - began
+
+
+def shapers(network: Network, rank: int) -> list[dict[str, Any]]:
+    """What shapes a rank's port: as it sends, in its namespace, and as it receives."""
+    found = []
+    for where, port in ((("-n", network._space(rank)), "e0"), ((), network._port(rank))):
+        done = subprocess.run(["tc", "-s", "-j", *where, "qdisc", "show", "dev", port], capture_output=True, check=True)
+        (shaper,) = json.loads(done.stdout)
+        found.append(shaper)
+    return found
 
 
 def left_behind() -> list[str]:
@@ -299,13 +427,30 @@ def left_behind() -> list[str]:
 
 
 @needs_network
-def test_links_are_as_fast_as_stated() -> None:
-    """1 MB at 10 MB/s out of one port and 5 MB/s into the other: 200 ms; nothing is left behind."""
-    with Network([10e6, 5e6]) as network:
+def test_links_are_shaped_as_stated() -> None:
+    """1 MB through ports of 10 and 5 MB/s: no faster than the slower, through the shapers of both; nothing is left."""
+    nbytes, rates = 1_000_000, [10e6, 5e6, None]
+    with Network(rates) as network:
         assert left_behind()
-        found = start(2, send, 1_000_000, network=network, punctual=True)
-    assert found[0] == pytest.approx(0.200, rel=0.15)  # rank 1 sends last, and only into its buffers
+        took = start(3, send_first, nbytes, network=network, punctual=True)
+        for rank, rate in enumerate(rates[:2]):
+            for shaper in shapers(network, rank):
+                assert shaper["kind"] == "tbf"
+                # bytes of whole frames, of which 1448 of 1514 are data; tc rounds
+                assert shaper["options"]["rate"] == pytest.approx(rate * 1514 / 1448, rel=1e-3)
+                assert shaper["options"]["burst"] == pytest.approx(16 << 10, rel=1e-3)
+        out, into = shapers(network, 0)[0], shapers(network, 1)[1]
+        assert out["bytes"] >= nbytes and into["bytes"] >= nbytes
+        assert all(shaper["kind"] != "tbf" for shaper in shapers(network, 2))
+    assert took[0] >= 0.9 * nbytes / 5e6  # a burst of 16 KiB passes either port at once
     assert not left_behind()
+
+
+def send_first(rank: int, nbytes: int) -> float:
+    if rank == 2:
+        dist.barrier()
+        return 0.0
+    return send(rank, nbytes)
 
 
 @needs_network
