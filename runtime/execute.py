@@ -8,7 +8,7 @@ larger buffer, a long one would end the process.
 
 from __future__ import annotations
 
-import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,9 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from planner.schedule import Action, Kind
-from runtime.groups import Disconnected, Groups, RankFailed, communication
+from runtime.clock import Clock
+from runtime.groups import Groups, communication
 from runtime.layout import Layout, Place
-from runtime.model import Model, Stage, Tensors, as_tuple
+from runtime.model import Model, Stage, Tensors, as_tuple, outputs
 from runtime.reduce import Reducer
 
 TAGS_PER_MESSAGE = 32  # most tensors in one hand-over, times two directions
@@ -42,15 +43,6 @@ class Shape(NamedTuple):
 Boundary = tuple[Shape, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Played:
-    """An action as it ran: seconds from the start of the step."""
-
-    action: Action
-    start_s: float
-    end_s: float
-
-
 @dataclass(slots=True)
 class _Message:
     """A hand-over under way: buffers, and the requests that fill or empty them."""
@@ -59,9 +51,8 @@ class _Message:
     works: list[Any]
 
     def wait(self) -> None:
-        with communication():
-            for work in self.works:
-                work.wait()
+        for work in self.works:
+            work.wait()
 
     @property
     def done(self) -> bool:
@@ -89,13 +80,12 @@ class Wire:
         self.outward = [_pair_group(groups, rank, target) for target in targets]
 
     def send(self, tensors: Sequence[Tensor | None], index: int, backward: bool) -> _Message:
-        with communication():
-            works = [
-                dist.isend(_bytes(tensor), target, group=group, tag=self._tag(index, backward, k))
-                for target, group in zip(self.targets, self.outward, strict=True)
-                for k, tensor in enumerate(tensors)
-                if tensor is not None
-            ]
+        works = [
+            dist.isend(_bytes(tensor), target, group=group, tag=self._tag(index, backward, k))
+            for target, group in zip(self.targets, self.outward, strict=True)
+            for k, tensor in enumerate(tensors)
+            if tensor is not None
+        ]
         return _Message(list(tensors), works)
 
     def receive(self, boundary: Boundary, index: int, backward: bool) -> _Message:
@@ -105,12 +95,11 @@ class Wire:
             else None
             for shape in boundary
         ]
-        with communication():
-            works = [
-                dist.irecv(_bytes(buffer), self.source, group=self.inward, tag=self._tag(index, backward, k))
-                for k, buffer in enumerate(buffers)
-                if buffer is not None
-            ]
+        works = [
+            dist.irecv(_bytes(buffer), self.source, group=self.inward, tag=self._tag(index, backward, k))
+            for k, buffer in enumerate(buffers)
+            if buffer is not None
+        ]
         return _Message(buffers, works)
 
     @staticmethod
@@ -124,7 +113,8 @@ class Executor:
     Parameters
     ----------
     actions
-        This process's list; F, B, and transfers, reductions and update as marks of their place.
+        This process's list. F and B are played, as written; transfers, reductions and update have their place after
+        what they need, and are found there without being listed.
     arrives, leaves
         What the stage takes from the one before and hands to the one after; empty at the ends of the pipeline.
     """
@@ -141,19 +131,14 @@ class Executor:
         boundaries: tuple[Boundary, Boundary],
         device: torch.device,
     ) -> None:
-        split = next((action for action in actions if action.kind in (Kind.I, Kind.W)), None)
-        if split is not None:
-            raise ValueError(f"{split}: this engine runs whole backward passes; use engine 'torch' for split ones")
         self.layout, self.place, self.stage, self.model = layout, place, stage, model
         self.actions = [action for action in actions if action.kind in (Kind.F, Kind.B)]
         self.reducer, self.device = reducer, device
         self.before, self.after = wires
         self.arrives, self.leaves = boundaries
-        self.num_micro_batches = layout.pipeline(place).num_micro_batches
-        self.trace: list[Played] = []
         self.on_action: Callable[[Action], None] | None = None
 
-    def run(self, inputs: Sequence[Tensors], targets: Sequence[Any], scale: float) -> Tensor:
+    def run(self, inputs: Sequence[Tensors], targets: Sequence[Any], scale: float, clock: Clock) -> Tensor:
         """All micro-batches forward and backward; returns the loss, summed and scaled, where this is the last stage.
 
         Parameters
@@ -163,43 +148,34 @@ class Executor:
         scale
             One over the tokens of the global batch.
         """
-        flow = _Flow(self)
-        clock = _Clock(self.device)
+        flow = _Flow(self, clock)
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         held: dict[int, tuple[Tensors, Tensors]] = {}
         last = [action for action in self.actions if action.kind == Kind.B][-1]
-        for n, action in enumerate(self.actions):
-            try:
-                if self.on_action is not None:
-                    self.on_action(action)
-                flow.post(n)
-                k = _index(action)
-                if action.kind == Kind.F:
-                    x = inputs[k] if self.before is None else flow.arrived(action)
-                    began = clock.now()
-                    held[k] = x, self._forward(x, None if self.after is not None else targets[k], scale, loss)
-                    ended = clock.now()
-                    if self.after is not None:
-                        flow.send(self.after, [tensor.detach() for tensor in held[k][1]], k, backward=False)
-                else:
-                    gradient = flow.arrived(action) if self.after is not None else None
-                    began = clock.now()
-                    x, y = held.pop(k)
-                    if action == last:
-                        self.reducer.arm()
-                    self._backward(y, gradient)
-                    ended = clock.now()
-                    if self.before is not None:
-                        flow.send(self.before, [_gradient(tensor) for tensor in x], k, backward=True)
-                    del x, y, gradient
-            except Disconnected as error:
-                raise RankFailed(self._failure(action, error)) from None
-            clock.keep(action, began, ended)
-        try:
-            flow.finish()
-        except Disconnected as error:
-            raise RankFailed(self._failure(self.actions[-1], error)) from None
-        self.trace = clock.played()
+        for action in self.actions:
+            if self.on_action is not None:
+                self.on_action(action)
+            flow.post(action)
+            k = _index(action)
+            if action.kind == Kind.F:
+                x = inputs[k] if self.before is None else flow.arrived(action)
+                began = clock.now()
+                held[k] = x, self._forward(x, None if self.after is not None else targets[k], scale, loss)
+                clock.keep(action, began, clock.now())
+                if self.after is not None:
+                    flow.send(action, [tensor.detach() for tensor in held[k][1]])
+            else:
+                gradient = flow.arrived(action) if self.after is not None else None
+                began = clock.now()
+                x, y = held.pop(k)
+                if action == last:
+                    self.reducer.arm()
+                self._backward(y, gradient)
+                clock.keep(action, began, clock.now())
+                if self.before is not None:
+                    flow.send(action, [_gradient(tensor) for tensor in x])
+                del x, y, gradient
+        flow.finish()
         return loss
 
     def _forward(self, x: Tensors, targets: Any, scale: float, loss: Tensor) -> Tensors:
@@ -223,45 +199,54 @@ class Executor:
             y[0].backward()
             return
         pairs = [(out, grad) for out, grad in zip(y, gradient, strict=True) if grad is not None and out.requires_grad]
-        torch.autograd.backward([out for out, _ in pairs], [grad for _, grad in pairs])
+        if pairs:  # none where the stage and all before it are frozen
+            torch.autograd.backward([out for out, _ in pairs], [grad for _, grad in pairs])
 
-    def _failure(self, action: Action, error: Disconnected) -> str:
-        wires = [wire for wire in (self.before, self.after) if wire is not None]
-        peers = " or ".join(str(self.layout.places[wire.source]) for wire in wires) or "the other owners of its layers"
-        return f"{self.place} at {action}: no answer from {peers}: {error}"
+
+@dataclass(slots=True)
+class _Direction:
+    """The receives of one direction: where from, what, those still to post, how many actions have begun."""
+
+    wire: Wire
+    boundary: Boundary
+    actions: deque[Action]
+    begun: int = 0
+    posted: int = 0
 
 
 class _Flow:
     """Messages of one step: receives posted ahead in the order of the actions, sends kept until they are gone."""
 
-    def __init__(self, executor: Executor) -> None:
-        self.executor = executor
-        self.sends: list[_Message] = []
+    def __init__(self, executor: Executor, clock: Clock) -> None:
+        self.executor, self.clock = executor, clock
+        self.sends: deque[tuple[Action, Any, _Message]] = deque()
         self.waiting: dict[Action, _Message] = {}
-        self.needed = [
-            [action for action in executor.actions if action.kind == Kind.F] if executor.before is not None else [],
-            [action for action in executor.actions if action.kind == Kind.B] if executor.after is not None else [],
-        ]
-        self.posted = [0, 0]
+        self.directions = {
+            kind: _Direction(wire, boundary, deque(action for action in executor.actions if action.kind == kind))
+            for kind, wire, boundary in (
+                (Kind.F, executor.before, executor.arrives),
+                (Kind.B, executor.after, executor.leaves),
+            )
+            if wire is not None
+        }
 
-    def post(self, n: int) -> None:
-        """Receives for action n and, of each direction, `AHEAD` beyond what was needed so far."""
-        executor = self.executor
-        for backward, kind in enumerate((Kind.F, Kind.B)):
-            wanted, wire = self.needed[backward], executor.after if backward else executor.before
-            if wire is None:
-                continue
-            so_far = sum(action.kind == kind for action in executor.actions[: n + 1])
-            boundary = executor.leaves if backward else executor.arrives
-            while self.posted[backward] < min(so_far + AHEAD, len(wanted)):
-                action = wanted[self.posted[backward]]
-                self.waiting[action] = wire.receive(boundary, _index(action), bool(backward))
-                self.posted[backward] += 1
+    def post(self, action: Action) -> None:
+        """Receives for an action that begins and, of each direction, `AHEAD` beyond what was needed so far."""
+        for kind, way in self.directions.items():
+            way.begun += action.kind == kind
+            while way.actions and way.posted < way.begun + AHEAD:
+                later = way.actions.popleft()
+                with communication(self._waiting(action, way.wire.source)):
+                    self.waiting[later] = way.wire.receive(way.boundary, _index(later), kind == Kind.B)
+                way.posted += 1
 
     def arrived(self, action: Action) -> Tensors:
         """The tensors an action needs, once they are here."""
-        message = self.waiting.pop(action)
-        message.wait()
+        message, began = self.waiting.pop(action), self.clock.now()
+        with communication(self._waiting(action, self.directions[action.kind].wire.source)):
+            message.wait()
+        kind = Kind.RECV_F if action.kind == Kind.F else Kind.RECV_B
+        self.clock.keep(action._replace(kind=kind), began, self.clock.now())
         if action.kind == Kind.B:
             return tuple(message.tensors)  # type: ignore[arg-type]  # None where no gradient flows
         for tensor, shape in zip(message.tensors, self.executor.arrives, strict=True):
@@ -269,43 +254,35 @@ class _Flow:
             tensor.requires_grad_(shape.differentiable)
         return tuple(message.tensors)  # type: ignore[arg-type]
 
-    def send(self, wire: Wire, tensors: Sequence[Tensor | None], index: int, backward: bool) -> None:
-        """Start a hand-over, and let go of those that are done."""
-        self.sends.append(wire.send([None if t is None else t.contiguous() for t in tensors], index, backward))
-        while self.sends and self.sends[0].done:
-            self.sends.pop(0).wait()
+    def send(self, action: Action, tensors: Sequence[Tensor | None]) -> None:
+        """Start to hand over what an action made, and let go of what has gone."""
+        wire, began = self._onward(action), self.clock.now()
+        whole = [None if tensor is None else tensor.contiguous() for tensor in tensors]
+        with communication(self._waiting(action, *wire.targets)):
+            message = wire.send(whole, _index(action), action.kind == Kind.B)
+        self.sends.append((action, began, message))
+        while self.sends and self.sends[0][-1].done:
+            self._end(*self.sends.popleft())
 
     def finish(self) -> None:
         """Wait for the last sends."""
-        for message in self.sends:
+        while self.sends:
+            self._end(*self.sends.popleft())
+
+    def _end(self, action: Action, began: Any, message: _Message) -> None:
+        with communication(self._waiting(action, *self._onward(action).targets)):
             message.wait()
+        kind = Kind.SEND_F if action.kind == Kind.F else Kind.SEND_B
+        self.clock.keep(action._replace(kind=kind), began, self.clock.now())
 
+    def _onward(self, action: Action) -> Wire:
+        wire = self.executor.after if action.kind == Kind.F else self.executor.before
+        assert wire is not None
+        return wire
 
-class _Clock:
-    """Times of actions, from the host on a CPU, from events on a GPU, which run behind the host."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.cuda = device.type == "cuda"
-        self.rows: list[tuple[Action, Any, Any]] = []
-        self.zero = self.now()
-
-    def now(self) -> Any:
-        if not self.cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def keep(self, action: Action, began: Any, ended: Any) -> None:
-        self.rows.append((action, began, ended))
-
-    def played(self) -> list[Played]:
-        if self.cuda:
-            torch.cuda.synchronize()
-        return [Played(action, self._since(began), self._since(ended)) for action, began, ended in self.rows]
-
-    def _since(self, mark: Any) -> float:
-        return float(self.zero.elapsed_time(mark)) / 1e3 if self.cuda else mark - self.zero
+    def _waiting(self, action: Action, *ranks: int) -> str:
+        peers = " or ".join(str(self.executor.layout.places[rank]) for rank in ranks)
+        return f"{self.executor.place} at {action}: no answer from {peers}"
 
 
 def wires(layout: Layout, place: Place, groups: Groups, device: torch.device) -> tuple[Wire | None, Wire | None]:
@@ -354,19 +331,18 @@ def agree(
     arrives: Boundary = ()
     if before is not None:
         found: list[Any] = [None]
-        with communication():
+        with communication(f"{place} before its first step: no shapes from rank {before.source}"):
             dist.recv_object_list(found, src=before.source)
         arrives = found[0]
         sample = tuple(torch.zeros(shape.size, dtype=shape.dtype, device=before.device) for shape in arrives)
     if after is None:
         return arrives, ()
     assert sample is not None
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        leaves = tuple(Shape.of(tensor) for tensor in as_tuple(stage(*sample)))
+    leaves = tuple(Shape.of(tensor) for tensor in outputs(stage, sample))
     if len(leaves) > TAGS_PER_MESSAGE:
         raise ValueError(f"{place}: hands over {len(leaves)} tensors, at most {TAGS_PER_MESSAGE} are supported")
-    with communication():
-        for target in after.targets:
+    for target in after.targets:
+        with communication(f"{place} before its first step: shapes not taken by rank {target}"):
             dist.send_object_list([leaves], dst=target)
     return arrives, leaves
 

@@ -11,11 +11,13 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 Ranks = tuple[int, ...]
+COLLECTIVE = "collective"
+T = TypeVar("T")
 
 
 class RankFailed(RuntimeError):
@@ -27,17 +29,34 @@ class Disconnected(RuntimeError):
 
 
 @contextmanager
-def communication() -> Iterator[None]:
-    """Errors of the network as `Disconnected`, so that they are not mistaken for errors of the model."""
+def communication(doing: str = "") -> Iterator[None]:
+    """Errors of the network as `Disconnected`, so that they are not mistaken for errors of the model.
+
+    Parameters
+    ----------
+    doing
+        Who does what with whom: if given the errors are `RankFailed`, beginning with it.
+    """
     try:
         yield
+    except RankFailed:
+        raise
     except RuntimeError as error:
         text = re.sub(r"^\[\S+\] ", "", " ".join(str(error).split()))  # without gloo's place in its source
-        raise Disconnected(text.partition(" This is typically")[0][:300]) from None
+        text = text.partition(" This is typically")[0][:300]
+        raise (RankFailed(f"{doing}: {text}") if doing else Disconnected(text)) from None
+
+
+def gathered(group: Any, value: T) -> list[T]:
+    """Everyone's value, by rank; a collective over a group, the world if it is None."""
+    found: list[Any] = [None] * dist.get_world_size(group)
+    with communication():
+        dist.all_gather_object(found, value, group=group)
+    return found
 
 
 class Groups:
-    """One group per distinct set of ranks and purpose.
+    """One group per distinct set of ranks; point-to-point transfers have groups apart from collectives.
 
     Parameters
     ----------
@@ -49,14 +68,15 @@ class Groups:
         self.timeout = timedelta(seconds=timeout_s)
         self._groups: dict[tuple[str, Ranks], Any] = {}
 
-    def create(self, sets: Iterable[Ranks], purpose: str = "reduce", *, single: bool = False) -> None:
+    def create(self, sets: Iterable[Ranks], purpose: str = COLLECTIVE, *, single: bool = False) -> None:
         """Create the groups of these sets that do not exist; all processes call it with the same sets."""
-        for ranks in sorted({tuple(ranks) for ranks in sets if single or len(ranks) > 1}):
+        for ranks in sorted({tuple(sorted(ranks)) for ranks in sets if single or len(ranks) > 1}):
             if (purpose, ranks) not in self._groups:
                 self._groups[purpose, ranks] = dist.new_group(list(ranks), timeout=self.timeout)
 
-    def of(self, ranks: Ranks, purpose: str = "reduce", *, single: bool = False) -> Any:
+    def of(self, ranks: Iterable[int], purpose: str = COLLECTIVE, *, single: bool = False) -> Any:
         """The group of these ranks; None for one rank unless there are groups of a `single` one."""
+        ranks = tuple(sorted(ranks))
         return self._groups[purpose, ranks] if single or len(ranks) > 1 else None
 
     def close(self) -> None:

@@ -85,16 +85,16 @@ class Layout:
     def places(self) -> tuple[Place, ...]:
         """What every rank is."""
         found = [
-            Place(self._rank_of[name], p, s, t)
+            Place(rank, p, s, t)
             for p, pipeline in enumerate(self.plan.pipelines)
-            for s, stage in enumerate(pipeline.stages)
-            for t, name in enumerate(stage.devices)
+            for s in range(len(pipeline.stages))
+            for t, rank in enumerate(self.unit(p, s))
         ]
         return tuple(sorted(found, key=lambda place: place.rank))
 
     def unit(self, p: int, s: int) -> tuple[int, ...]:
-        """Ranks of a stage's tp group, by tp rank."""
-        return tuple(self._rank_of[name] for name in self.plan.pipelines[p].stages[s].devices)
+        """Ranks of a stage's tp group, by tp rank: ascending, as groups of torch number their members."""
+        return tuple(sorted(self._rank_of[name] for name in self.plan.pipelines[p].stages[s].devices))
 
     def pipeline(self, place: Place) -> Pipeline:
         """The pipeline a process belongs to."""

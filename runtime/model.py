@@ -6,7 +6,8 @@ under a seed of its own, so any process can build any layers and all replicas st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,9 +67,27 @@ class Model:
 
 def build_layer(model: Model, l: int, seed: int) -> nn.Module:
     """Layer l as every process builds it; leaves the random state as it was."""
-    with torch.random.fork_rng(devices=[]):
+    with same_random_state():
         torch.manual_seed(seed * 1_000_003 + l)
         return model.layer(l)
+
+
+@contextmanager
+def same_random_state() -> Iterator[None]:
+    """Leaves the random state of the host, and of the GPU in use, as it was."""
+    used = torch.cuda.is_available() and torch.cuda.is_initialized()
+    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if used else []):
+        yield
+
+
+def outputs(stage: nn.Module, inputs: Tensors) -> Tensors:
+    """What a stage returns for some inputs; random state and buffers stay as they were."""
+    kept = {name: buffer.clone() for name, buffer in stage.named_buffers()}
+    with torch.no_grad(), same_random_state():
+        found = as_tuple(stage(*inputs))
+        for name, buffer in stage.named_buffers():
+            buffer.copy_(kept[name])
+    return found
 
 
 class Stage(nn.Module):
@@ -96,6 +115,7 @@ class Stage(nn.Module):
     ) -> None:
         super().__init__()
         self.first, self.end = layers
+        self.device = torch.device(device)
         self.tied = model.tied
         self.recompute = frozenset(recompute)
         self.layers = nn.ModuleDict({str(l): build_layer(model, l, seed) for l in range(*layers)})

@@ -12,17 +12,18 @@ reduce-scattered, the owner updates its part, weights are gathered.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from runtime.groups import Groups, communication
+from planner.schedule import Action, Kind
+from runtime.clock import Clock
+from runtime.groups import Groups, communication, gathered
 from runtime.layout import Layout, Place, Shared
 from runtime.model import Stage
 
@@ -37,6 +38,7 @@ class Chunk:
 
     start: int
     end: int
+    number: int  # position in the bucket
     members: tuple[int, ...]  # positions of its parameters in the bucket
     missing: int = 0
 
@@ -103,16 +105,15 @@ class Reducer:
         overlap: bool = True,
         shard: bool = False,
     ) -> None:
-        if granularity not in GRANULARITIES:
-            raise ValueError(f"granularity: {granularity!r} is not among {', '.join(GRANULARITIES)}")
-        if granularity == "model" and shard:
-            raise ValueError("granularity: 'model' sums the whole model everywhere, which leaves nothing to shard")
-        self.layout, self.place, self.granularity = layout, place, granularity
+        check(granularity, shard)
+        self.layout, self.place, self.stage, self.groups, self.granularity = layout, place, stage, groups, granularity
         self.overlap, self.shard = overlap and granularity != "model", shard
         self.num_shared = len(layout.shared(0))
-        self.buckets = [
-            self._bucket(shared, parameters, groups, chunk_bytes) for shared, parameters in self._members(stage)
-        ]
+        members = list(self._members(stage))
+        self.problem = self._problem(members)
+        if self.problem is not None:
+            members = []
+        self.buckets = [self._bucket(shared, parameters, groups, chunk_bytes) for shared, parameters in members]
         self.masters = {} if shard else _masters(self.buckets)
         self.order = [(bucket, chunk) for bucket in self.buckets for chunk in bucket.chunks]
         self.hooks = [
@@ -124,10 +125,53 @@ class Reducer:
         self.armed = False
         self.started = 0
         self.works: list[tuple[Any, Tensor | None, Bucket, Chunk]] = []
-        self.log: list[tuple[int, float, float]] = []
-        self.whole = _Whole(self, groups) if granularity == "model" else None
+        self.first_call = list(range(self.num_shared))  # number of a bucket's first reduction, over all processes
+        self.whole: _Whole | None = None
+        self.clock = Clock(torch.device("cpu"))
+        self.silent: dict[Action, Any] = {}  # reductions that do not tell when they are done, and their start
 
     # Setting up
+
+    def agree(self) -> None:
+        """Hold what this process has against what the other owners have; a collective, once before the first step.
+
+        Raises
+        ------
+        ValueError
+            On all processes alike: if owners of the same layers differ in sizes, precision or first weights, or if one
+            cannot shard what it should.
+        """
+        stage = self.stage
+        held = _Held(
+            self.problem,
+            {bucket.shared.index: _Facts.of(bucket) for bucket in self.buckets},
+            {l: checksum(stage.layers[str(l)].state_dict().values()) for l in range(stage.first, stage.end)},
+        )
+        world = gathered(self.groups.of(range(self.layout.world_size)), held)
+        for problem in _differences(world, self.layout):
+            raise ValueError(problem)
+        calls, sizes = [0] * self.num_shared, [0] * self.num_shared
+        for index, facts in (item for each in world for item in each.buckets.items()):
+            calls[index], sizes[index] = len(facts.bounds) - 1, max(sizes[index], facts.bounds[-1])
+        self.first_call = list(accumulate(calls, initial=0))[:-1]
+        if self.granularity == "model":
+            self.first_call = [0] * self.num_shared
+            dtypes = [facts.dtype for each in world for facts in each.buckets.values()]
+            self.whole = _Whole(self, sizes, torch.float64 if torch.float64 in dtypes else torch.float32)
+
+    def _problem(self, members: Iterable[tuple[Shared, list[list[Named]]]]) -> str | None:
+        """Why this process cannot shard the optimizer state of its layers."""
+        for shared, rows in members if self.shard else ():
+            named = [each for row in rows for each in row]
+            where = f"{self.place}: layers {shared.layers[0]} to {shared.layers[1] - 1}"
+            if any(hasattr(parameter, "placements") for _, parameter in named):
+                return f"{where}: sharded optimizer state is not supported for layers that tensor parallelism shards"
+            dtypes = {str(parameter.dtype).removeprefix("torch.") for _, parameter in named}
+            if len(dtypes) > 1:
+                return (
+                    f"{where}: weights of {' and '.join(sorted(dtypes))}; sharded optimizer state needs one precision"
+                )
+        return None
 
     def _members(self, stage: Stage) -> Iterator[tuple[Shared, list[list[Named]]]]:
         """What this process reduces, in order: parameters by layer, last layer first, tied ones on their own."""
@@ -136,7 +180,7 @@ class Reducer:
         tied = {name for shared in mine if shared.tied for name, _ in _tied_parameters(stage, shared)}
         for shared in mine:
             if shared.tied:
-                rows = [_tied_parameters(stage, shared)[:1]]
+                rows = [[each for each in _tied_parameters(stage, shared)[:1] if each[1].requires_grad]]
             else:
                 layers = range(shared.layers[1] - 1, shared.layers[0] - 1, -1)
                 rows = [
@@ -153,7 +197,7 @@ class Reducer:
             parts = [[each for row in rows for each in row]]
         named = [each for part in parts for each in part]
         first = named[0][1]
-        summed = torch.float32 if first.dtype in (torch.bfloat16, torch.float16) else first.dtype
+        summed = torch.float64 if any(p.dtype == torch.float64 for _, p in named) else torch.float32
         owners, itemsize = len(shared.ranks), torch.empty((), dtype=summed).element_size()
         multiple = owners if self.shard else 1
         most = max(chunk_bytes // itemsize // multiple, 1) * multiple
@@ -168,8 +212,8 @@ class Reducer:
             bounds.append(at)
         ends = [o + local(p).numel() for o, (_, p) in zip(offsets, named, strict=True)]
         chunks = [
-            Chunk(a, b, tuple(i for i, (o, e) in enumerate(zip(offsets, ends, strict=True)) if o < b and e > a))
-            for a, b in pairwise(bounds)
+            Chunk(a, b, n, tuple(i for i, (o, e) in enumerate(zip(offsets, ends, strict=True)) if o < b and e > a))
+            for n, (a, b) in enumerate(pairwise(bounds))
         ]
         device = local(first).device
         bucket = Bucket(
@@ -199,15 +243,16 @@ class Reducer:
 
     # A step
 
-    def zero(self) -> None:
-        """Before the first backward pass of a step."""
+    def zero(self, clock: Clock | None = None) -> None:
+        """Before the first backward pass of a step, in which reductions are noted on a clock."""
+        self.clock = clock or Clock(torch.device("cpu"))
+        self.silent.clear()
         for bucket in self.buckets:
             bucket.gradients.zero_()
         for _, chunk in self.order:
             chunk.missing = len(chunk.members)
         self.started = 0
         self._disarm()
-        self.log.clear()
 
     def arm(self) -> None:
         """Before the last backward pass of a step: what it completes may be reduced."""
@@ -239,23 +284,37 @@ class Reducer:
         else:
             self._start(final=True)
         for work, out, bucket, chunk in self.works:
-            with communication():
+            action = self._action(bucket, chunk)
+            with communication(self._waiting(bucket, action)):
                 work.wait()
+            if action in self.silent:
+                self.clock.keep(action, self.silent.pop(action), self.clock.now())
             if out is not None:
                 bucket.part(chunk, bucket.gradients, self._owner(bucket)).copy_(out)
         self.works.clear()
 
     def _launch(self, bucket: Bucket, chunk: Chunk) -> tuple[Any, Tensor | None]:
-        flat = bucket.gradients[chunk.start : chunk.end]
+        flat, action, clock = bucket.gradients[chunk.start : chunk.end], self._action(bucket, chunk), self.clock
         out = torch.empty_like(bucket.part(chunk, bucket.gradients, 0)) if self.shard else None
-        index, begun = bucket.shared.index, time.perf_counter()
-        with communication():
+        begun = clock.now()
+        with communication(self._waiting(bucket, action)):
             if out is not None:
                 work = reduce_scatter(out, flat, bucket.group)
             else:
                 work = dist.all_reduce(flat, group=bucket.group, async_op=True)
-                work.get_future().add_done_callback(lambda _: self.log.append((index, begun, time.perf_counter())))
+            if clock.running and not _tells(work, lambda: clock.keep(action, begun, clock.now())):
+                self.silent[action] = begun
         return work, out
+
+    def _action(self, bucket: Bucket, chunk: Chunk) -> Action:
+        """What a reduction is called in a trace: its number in the order in which all processes start them."""
+        return Action(self.place.stage, Kind.REDUCE_GRAD, self.first_call[bucket.shared.index] + chunk.number)
+
+    def _waiting(self, bucket: Bucket, action: Action) -> str:
+        i, j = bucket.shared.layers
+        layers = f"{i} and {j}, tied" if bucket.shared.tied else f"{i} to {j - 1}"
+        others = " or ".join(str(self.layout.places[r]) for r in bucket.shared.ranks if r != self.place.rank)
+        return f"{self.place} at {action}, the gradients of layers {layers}: no answer from {others}"
 
     def _owner(self, bucket: Bucket) -> int:
         return bucket.shared.ranks.index(self.place.rank)
@@ -344,36 +403,111 @@ class Reducer:
 
 
 class _Whole:
-    """One call for the whole model over all processes of a tp rank, zeros where a process holds nothing."""
+    """One call for the whole model over all processes of a tp rank, zeros where a process holds nothing.
 
-    def __init__(self, reducer: Reducer, groups: Groups) -> None:
-        self.reducer = reducer
-        self.group = groups.of(tuple(p.rank for p in reducer.layout.places if p.tp_rank == reducer.place.tp_rank))
-        sizes = torch.zeros(reducer.num_shared, dtype=torch.int64)
-        for bucket in reducer.buckets:
-            sizes[bucket.shared.index] = bucket.gradients.numel()
-        device = reducer.buckets[0].gradients.device
-        sizes = sizes.to(device)
-        if self.group is not None:
-            dist.all_reduce(sizes, op=dist.ReduceOp.MAX, group=self.group)
-        self.starts = [0, *sizes.cumsum(0).tolist()]
-        self.flat = torch.zeros(self.starts[-1], dtype=reducer.buckets[0].gradients.dtype, device=device)
+    Parameters
+    ----------
+    sizes
+        Elements of every bucket of the model.
+    """
+
+    def __init__(self, reducer: Reducer, sizes: Sequence[int], dtype: torch.dtype) -> None:
+        self.reducer, self.place = reducer, reducer.place
+        ranks = [place.rank for place in reducer.layout.places if place.tp_rank == reducer.place.tp_rank]
+        self.group = reducer.groups.of(ranks)
+        self.starts = list(accumulate(sizes, initial=0))
+        self.flat = torch.zeros(self.starts[-1], dtype=dtype, device=reducer.stage.device)
 
     def reduce(self) -> None:
         self.flat.zero_()
         for bucket in self.reducer.buckets:
             self._slice(bucket).copy_(bucket.gradients)
-        begun = time.perf_counter()
+        action, clock = Action(self.place.stage, Kind.REDUCE_GRAD, 0), self.reducer.clock
+        begun = clock.now()
         if self.group is not None:
-            with communication():
+            with communication(f"{self.place} at {action}, all gradients: no answer from one of the others"):
                 dist.all_reduce(self.flat, group=self.group)
-        self.reducer.log.append((0, begun, time.perf_counter()))
+        clock.keep(action, begun, clock.now())
         for bucket in self.reducer.buckets:
             bucket.gradients.copy_(self._slice(bucket))
 
     def _slice(self, bucket: Bucket) -> Tensor:
         start = self.starts[bucket.shared.index]
         return self.flat[start : start + bucket.gradients.numel()]
+
+
+# What owners agree on
+
+
+def check(granularity: str, shard: bool) -> None:
+    """Refuse settings that do not exist or do not go together."""
+    if granularity not in GRANULARITIES:
+        raise ValueError(f"granularity: {granularity!r} is not among {', '.join(GRANULARITIES)}")
+    if granularity == "model" and shard:
+        raise ValueError("granularity: 'model' sums the whole model everywhere, which leaves nothing to shard")
+
+
+class _Facts(NamedTuple):
+    """What all owners of a bucket have alike: elements of each parameter, edges of the chunks, precision of sums."""
+
+    sizes: tuple[int, ...]
+    bounds: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        precision = str(self.dtype).removeprefix("torch.")
+        return (
+            f"{len(self.sizes)} parameters of {sum(self.sizes):,} elements, in {len(self.bounds) - 1} chunks, summed in"
+            f" {precision}"
+        )
+
+    @classmethod
+    def of(cls, bucket: Bucket) -> _Facts:
+        return cls(
+            tuple(local(parameter).numel() for _, parameter in bucket.parameters),
+            (0, *(chunk.end for chunk in bucket.chunks)),
+            bucket.gradients.dtype,
+        )
+
+
+class _Held(NamedTuple):
+    """What one process has to say: a problem, facts by bucket, checksums by layer."""
+
+    problem: str | None
+    buckets: dict[int, _Facts]
+    layers: dict[int, int]
+
+
+def _differences(world: Sequence[_Held], layout: Layout) -> Iterator[str]:
+    """What does not fit between processes, in words."""
+    yield from (held.problem for held in world if held.problem is not None)
+    first: dict[tuple[str, int, int], tuple[Place, Any]] = {}
+    for place, held in zip(layout.places, world, strict=True):
+        for index, facts in held.buckets.items():
+            other, theirs = first.setdefault(("bucket", index, place.tp_rank), (place, facts))
+            i, j = layout.shared(0)[index].layers
+            if facts != theirs:
+                yield f"layers {i} to {j - 1} differ: {place} has {facts}, {other} has {theirs}"
+        for l, bits in held.layers.items():
+            other, theirs = first.setdefault(("layer", l, place.tp_rank), (place, bits))
+            if bits != theirs:
+                yield (
+                    f"layer {l} has other weights or buffers on {place} than on {other}, and replicas have to start"
+                    " equal; the function that builds it may depend on its argument and on torch's random state only"
+                )
+
+
+def checksum(values: Iterable[Any]) -> int:
+    """Sum of the bits of all tensors among some values, read as whole numbers: exact, and cheap on any device."""
+    total = 0
+    for tensor in (value for value in values if isinstance(value, Tensor)):
+        flat = local(tensor).contiguous()
+        flat = torch.view_as_real(flat) if flat.is_complex() else flat
+        total += int(flat.view(_WHOLE[flat.element_size()]).sum(dtype=torch.int64))
+    return total
+
+
+_WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 # Tensors
@@ -402,15 +536,25 @@ def all_gather(out: Tensor, part: Tensor, group: Any) -> None:
     call(out, part, group=group)
 
 
+def _tells(work: Any, note: Callable[[], None]) -> bool:
+    """Have an operation call once it is done; False where its backend has no futures."""
+    try:
+        future = work.get_future()
+    except RuntimeError:
+        return False
+    future.add_done_callback(lambda _: note())
+    return True
+
+
 def _use_as_gradient(parameter: nn.Parameter, flat: Tensor, offset: int) -> None:
     view = flat[offset : offset + local(parameter).numel()].view(local(parameter).shape)
+    if parameter.dtype != flat.dtype:
+        parameter.grad_dtype = flat.dtype
     if hasattr(parameter, "placements"):
         from torch.distributed.tensor import DTensor
 
         parameter.grad = DTensor.from_local(view, parameter.device_mesh, parameter.placements, run_check=False)
         return
-    if parameter.dtype != flat.dtype:
-        parameter.grad_dtype = flat.dtype
     parameter.grad = view
 
 
@@ -429,14 +573,12 @@ def _shard_weights(bucket: Bucket, owner: int) -> None:
     """Move the weights into one flat tensor; this owner's parts of it, in the precision of sums, are its shards."""
     bucket.weights = torch.zeros_like(bucket.gradients, dtype=bucket.parameters[0][1].dtype)
     for offset, (_, parameter) in zip(bucket.offsets, bucket.parameters, strict=True):
-        if hasattr(parameter, "placements"):
-            raise ValueError("sharded optimizer state is not supported for layers that tensor parallelism shards")
         view = bucket.weights[offset : offset + parameter.numel()].view(parameter.shape)
         view.copy_(parameter.detach())
         parameter.data = view
     for chunk in bucket.chunks:
         part = bucket.part(chunk, bucket.weights, owner)
-        shard = nn.Parameter(part.to(bucket.gradients.dtype, copy=True))
+        shard = nn.Parameter(part.to(bucket.gradients.dtype))  # the weights themselves if they are of that precision
         shard.grad = bucket.part(chunk, bucket.gradients, owner)
         bucket.shards.append(shard)
 

@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from planner.files import MAPPING, Document
 from runtime.groups import communication
+from runtime.groups import gathered as _gathered
 from runtime.reduce import Bucket, local
 
 if TYPE_CHECKING:
@@ -474,15 +475,7 @@ def _disk(path: Path, what: str) -> Iterator[None]:
 
 
 def _world(trainer: Trainer) -> Any:
-    return trainer.groups.of(tuple(range(trainer.layout.world_size)), "world")
-
-
-def _gathered(group: Any, value: T) -> list[T]:
-    """Everyone's value, by rank."""
-    found: list[Any] = [None] * dist.get_world_size()
-    with communication():
-        dist.all_gather_object(found, value, group=group)
-    return found
+    return trainer.groups.of(range(trainer.layout.world_size))
 
 
 def _agree(group: Any, problem: str | None) -> None:

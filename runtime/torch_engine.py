@@ -7,8 +7,8 @@ torch 2.13; this module is the only one that touches it.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,9 +17,11 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as pipelining
 
 from planner.schedule import COMPUTE, Action, Kind, Schedule
-from runtime.execute import Boundary, Played
-from runtime.groups import communication
-from runtime.model import Tensors, as_tuple
+from runtime.clock import Clock
+from runtime.execute import Boundary
+from runtime.groups import Disconnected, RankFailed, communication
+from runtime.layout import Place
+from runtime.model import Tensors, outputs
 
 if TYPE_CHECKING:
     from runtime.reduce import Reducer
@@ -38,35 +40,46 @@ class _Stage(PipelineStage):  # type: ignore[misc]
     everything is reduced at the end."""
 
     reducer: Reducer
-    trace: list[Played]
-    began_s = 0.0
+    place: Place
+    clock: Clock
+    action: Action | None = None  # the last one that began
 
     def forward_one_chunk(self, chunk: int, *args: Any, **kwargs: Any) -> Any:
-        start = time.perf_counter()
-        out = super().forward_one_chunk(chunk, *args, **kwargs)
-        self._note(Kind.F, chunk, start)
-        return out
+        with self._computing(Kind.F, chunk):
+            return super().forward_one_chunk(chunk, *args, **kwargs)
 
     def backward_one_chunk(
         self, chunk: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         if last_backward and full_backward:
             self.reducer.arm()
-        start = time.perf_counter()
-        super().backward_one_chunk(chunk, loss=loss, full_backward=full_backward, last_backward=last_backward)
-        self._note(Kind.B if full_backward else Kind.I, chunk, start)
+        with self._computing(Kind.B if full_backward else Kind.I, chunk):
+            super().backward_one_chunk(chunk, loss=loss, full_backward=full_backward, last_backward=last_backward)
 
     def backward_weight_one_chunk(self, chunk: int, last_backward: bool = False) -> None:
-        start = time.perf_counter()
-        super().backward_weight_one_chunk(chunk, last_backward=last_backward)
-        self._note(Kind.W, chunk, start)
+        with self._computing(Kind.W, chunk):
+            super().backward_weight_one_chunk(chunk, last_backward=last_backward)
 
     def perform_reduce_grad(self, grad_scale_factor: float) -> None:
         """Nothing: the trainer ends the reductions after the schedule."""
 
-    def _note(self, kind: Kind, chunk: int, start: float) -> None:
-        action = Action(self.stage_index, kind, chunk)
-        self.trace.append(Played(action, start - self.began_s, time.perf_counter() - self.began_s))
+    @contextmanager
+    def _computing(self, kind: Kind, chunk: int) -> Iterator[None]:
+        """Note when an action ran; errors of the model are not those of the network."""
+        self.action, began = Action(self.stage_index, kind, chunk), self.clock.now()
+        try:
+            yield
+        except RuntimeError as error:
+            raise _ModelFailed(error) from None
+        self.clock.keep(self.action, began, self.clock.now())
+
+
+class _ModelFailed(Exception):
+    """Carries an error of the model through torch's runtime."""
+
+    def __init__(self, error: RuntimeError) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 class TorchEngine:
@@ -81,21 +94,20 @@ class TorchEngine:
         position = {rank: n for n, rank in enumerate(sorted(ranks))}
         arrives, leaves = boundaries
         inputs = tuple(sample) if sample is not None else _examples(arrives, trainer.device)
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            outputs = _examples(leaves, trainer.device) or tuple(
-                out.requires_grad_() for out in as_tuple(trainer.stage(*inputs))
-            )
+        returned = _examples(leaves, trainer.device) or tuple(
+            out.requires_grad_() for out in outputs(trainer.stage, inputs)
+        )
         self.stage = _Stage(
             trainer.stage,
             place.stage,
             schedule.num_stages,
             trainer.device,
             input_args=inputs,
-            output_args=outputs,
+            output_args=returned,
             group=group,
         )
         self.stage.stage_index_to_group_rank = {s: position[rank] for s, rank in enumerate(ranks)}
-        self.stage.reducer, self.stage.trace = trainer.reducer, []
+        self.stage.reducer, self.stage.place = trainer.reducer, place
         self.is_first, self.is_last = trainer.is_first, trainer.is_last
         self.scale = 1.0
         self.runner = pipelining._PipelineScheduleRuntime(
@@ -115,20 +127,21 @@ class TorchEngine:
             }
         )
 
-    @property
-    def trace(self) -> list[Played]:
-        """What ran in the last step."""
-        return self.stage.trace
-
-    def run(self, inputs: Sequence[Tensors], targets: Sequence[Any], scale: float) -> Tensor:
+    def run(self, inputs: Sequence[Tensors], targets: Sequence[Any], scale: float, clock: Clock) -> Tensor:
         """All micro-batches forward and backward; as `runtime.execute.Executor.run`."""
-        self.scale, self.stage.began_s = scale, time.perf_counter()
-        self.stage.trace.clear()
+        self.scale, self.stage.clock = scale, clock
+        self.stage.has_backward = True
+        self.stage.clear_runtime_states()
         losses: list[Tensor] = []
-        args = tuple(torch.cat(parts) for parts in zip(*inputs, strict=True)) if self.is_first else ()
-        last: dict[str, Any] = {"target": torch.cat(list(targets)), "losses": losses} if self.is_last else {}
-        with communication():
-            self.runner.step(*args, return_outputs=False, **last)
+        last: dict[str, Any] = {"target_mbs": list(targets), "losses": losses} if self.is_last else {}
+        try:
+            with communication():  # not `step`: it can cut targets into micro-batches only if they are one tensor
+                self.runner._step_microbatches(list(inputs) if self.is_first else None, return_outputs=False, **last)
+        except Disconnected as error:
+            stage = self.stage
+            raise RankFailed(f"{stage.place} after {stage.action}: no answer from a neighbour: {error}") from None
+        except _ModelFailed as failed:
+            raise failed.error from None
         return torch.stack([loss.detach().double() for loss in losses]).sum() if losses else torch.zeros(())
 
 

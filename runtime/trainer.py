@@ -9,8 +9,8 @@ processes can finish the step, or none has begun to apply it.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,10 @@ from torch import nn
 from planner import schedule as schedules
 from planner.plans import Plan
 from planner.schedule import Action, Kind, Schedule
-from runtime import execute
-from runtime.execute import Executor, Played
-from runtime.groups import Disconnected, Groups, RankFailed, communication
+from runtime import execute, reduce
+from runtime.clock import Clock, Played
+from runtime.execute import Executor
+from runtime.groups import Groups, communication, gathered
 from runtime.layout import Layout
 from runtime.model import Model, Stage, Tensors, as_tuple
 from runtime.reduce import Reducer, total_norm
@@ -65,11 +66,13 @@ class Trainer:
     model
         Chain of as many layers as the plan's.
     optimizer
-        Makes one from parameters; elementwise where state is sharded.
+        Makes one from parameters. Where state is sharded it gets flat parts of blocks, so it has to be elementwise and
+        to treat all parameters alike.
     clip
         Largest norm of the gradient; None for none.
     dtype
-        Of weights and activations; gradients of 16-bit weights are summed in fp32, with fp32 master weights.
+        Of weights and activations, as built if None; gradients of bf16 weights are summed in fp32, and fp32 master
+        weights updated.
     schedule
         ``plan``, or a name or list that `planner.schedule` knows; one list per pipeline.
     granularity, chunk_bytes, overlap
@@ -80,8 +83,12 @@ class Trainer:
         ``own``, or ``torch`` for `torch.distributed.pipelining`.
     timeout_s
         After so long without an answer a peer counts as dead.
-    sample
-        Inputs of one micro-batch, for shapes; taken from the first step where it is None.
+
+    Raises
+    ------
+    ValueError
+        On all processes alike: if model, plan and world do not fit each other, if processes were given different
+        options, or if replicas of a layer do not start equal.
     """
 
     def __init__(
@@ -102,17 +109,25 @@ class Trainer:
         engine: str = "own",
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        if engine not in ("own", "torch"):
-            raise ValueError(f"engine: {engine!r} is not among own, torch")
         self.plan = plan if isinstance(plan, Plan) else Plan.load(plan)
         self.model, self.clip, self.device, self.engine = model, clip, torch.device(device), engine
-        self.layout = Layout(self.plan)
-        _fits(self.layout, model)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # what collectives of objects go by
+        job = self.plan.job
+        how = {
+            "granularity": granularity or job.sync_granularity,
+            "chunk_bytes": chunk_bytes or job.sync_chunk_bytes,
+            "overlap": job.sync == "overlapped" if overlap is None else overlap,
+            "shard": job.shard_optimizer if shard_optimizer is None else shard_optimizer,
+        }
+        given = {"engine": engine, "seed": seed, "dtype": dtype, "clip": clip, **how}
+        self.layout, lists = _agreed(self.plan, model, schedule, given)
         self.place = self.layout.places[dist.get_rank()]
         self.pipeline, stage = self.layout.pipeline(self.place), self.layout.stage(self.place)
-        self.schedule = _schedules(self.plan, schedule)[self.place.pipeline]
+        self.schedule = lists[self.place.pipeline]
         self.groups = Groups(timeout_s)
-        self._create_groups()
+        self._create_groups(how["granularity"])
+        self.mesh = self._mesh()
         self.stage = Stage(
             model,
             stage.layers,
@@ -120,27 +135,18 @@ class Trainer:
             seed=seed,
             dtype=dtype,
             device=self.device,
-            mesh=self._mesh(),
+            mesh=self.mesh,
         )
-        job = self.plan.job
-        self.reducer = Reducer(
-            self.layout,
-            self.place,
-            self.stage,
-            self.groups,
-            granularity=granularity or job.sync_granularity,
-            chunk_bytes=chunk_bytes or job.sync_chunk_bytes,
-            overlap=job.sync == "overlapped" if overlap is None else overlap,
-            shard=job.shard_optimizer if shard_optimizer is None else shard_optimizer,
-        )
-        self.optimizer = optimizer([parameter for _, parameter in self.reducer.optimized()])
+        self.reducer = Reducer(self.layout, self.place, self.stage, self.groups, **how)
+        self.reducer.agree()
+        self.optimizer = _optimizer(optimizer, self.reducer)
         self.executor: Any = None
         self.on_action: Callable[[Action], None] | None = None  # called before each action of the own engine
         self.step_index = 0  # steps applied
         self.committed: tuple[int, Result] | None = None  # the last step whose gradients are known to be complete
         self.tracing = False
-        self.trace: tuple[Played, ...] = ()  # of the last step that began with `tracing`: compute, reductions, update
-        self.began_s = 0.0
+        self.trace: tuple[Played, ...] = ()  # of the last step that began with `tracing`
+        self.clock = Clock(self.device)
 
     # What this process needs
 
@@ -182,48 +188,40 @@ class Trainer:
     def gradients(self, inputs: Any = None, targets: Any = None) -> Result:
         """Everything up to the commit: afterwards all processes have complete gradients, and none has used them."""
         x, y = self._micro_batches(inputs, self.is_first), self._micro_batches(targets, self.is_last)
-        try:
-            if self.tracing:
-                with communication():
-                    dist.barrier()
-            if self.executor is None:
-                self.executor = self._executor(x[0] if x else None)
-            if self.on_action is not None:
-                self.executor.on_action = self.on_action
-            self.reducer.zero()
-            tokens = self._count_tokens(y)
-            self.began_s = time.perf_counter()
-            loss = self.executor.run(x, [each if len(each) > 1 else each[0] for each in y], 1.0 / tokens)
-            self.reducer.finish()
-            result = self._commit(float(loss), tokens)
-        except Disconnected as error:
-            raise RankFailed(f"{self.place} in the gradient sync of step {self.step_index}: {error}") from None
-        self.committed = self.step_index, result
+        if self.executor is None:
+            self.executor = self._executor(x[0] if x else None)
+        self.executor.on_action = self.on_action
+        tokens = self._count_tokens(y)
         if self.tracing:
-            self.trace = (*self.executor.trace, *self._reductions())
+            with communication(self._during("the barrier that begins the trace")):
+                dist.barrier()
+        self.clock = Clock(self.device, running=self.tracing)
+        self.reducer.zero(self.clock)
+        loss = self.executor.run(x, [each if len(each) > 1 else each[0] for each in y], 1.0 / tokens, self.clock)
+        self.reducer.finish()
+        result = self._commit(float(loss), tokens)
+        self.committed = self.step_index, result
         return result
 
     def apply(self, result: Result) -> None:
         """Clip and update, on complete gradients."""
-        begun = time.perf_counter()
+        began = self.clock.now()
         if self.clip is not None and result.norm > self.clip:
             self.reducer.scale(self.clip / (result.norm + 1e-6))
         self.optimizer.step()
-        try:
-            with communication():
-                self.reducer.publish()
-        except Disconnected as error:
-            raise RankFailed(f"{self.place} in the update of step {self.step_index}: {error}") from None
+        with communication(self._during("the exchange of updated weights")):
+            self.reducer.publish()
         self.step_index += 1
-        if self.tracing:
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-            self.trace = (*self.trace, self._played(Kind.UPDATE, None, begun, time.perf_counter()))
+        if self.clock.running:
+            self.clock.keep(Action(self.place.stage, Kind.UPDATE, None), began, self.clock.now())
+            self.trace = self.clock.played()
 
     def close(self) -> None:
         """Drop hooks, groups and the connection, so that others notice at once if this process leaves."""
         self.reducer.close()
         self.executor = None
+        if self.mesh is not None:  # weights that are sharded over it live on, and would keep its group open
+            getattr(self.mesh, "_pg_registry", {}).clear()
         self.groups.close()
 
     def __enter__(self) -> Trainer:
@@ -234,13 +232,15 @@ class Trainer:
 
     # Parts
 
-    def _create_groups(self) -> None:
+    def _create_groups(self, granularity: str) -> None:
         layout, most = self.layout, max(stage.tp for stage in self.plan.stages)
-        last = [self._last_ranks(t) for t in range(self.plan.pipelines[0].stages[-1].tp)]
-        self.groups.create([shared.ranks for t in range(most) for shared in layout.shared(t)])
-        self.groups.create([tuple(p.rank for p in layout.places if p.tp_rank == t) for t in range(most)])
-        self.groups.create(last, "last")
-        self.groups.create([tuple(range(layout.world_size))], "world")
+        sets = [shared.ranks for t in range(most) for shared in layout.shared(t)]
+        sets += [layout.unit(place.pipeline, place.stage) for place in layout.places]
+        sets += [self._last_ranks(t) for t in range(self.plan.pipelines[0].stages[-1].tp)]
+        sets.append(tuple(range(layout.world_size)))
+        if granularity == "model":
+            sets += [tuple(p.rank for p in layout.places if p.tp_rank == t) for t in range(most)]
+        self.groups.create(sets)
         if self.engine == "torch":
             pipelines = [
                 tuple(sorted(layout.unit(p, s)[t] for s in range(len(pipeline.stages))))
@@ -256,19 +256,13 @@ class Trainer:
         return tuple(sorted(unit[tp_rank] for unit in ends))
 
     def _mesh(self) -> Any:
-        """Device mesh of this stage's tp group; meshes of all stages are made by all processes in one order."""
-        if all(stage.tp == 1 for stage in self.plan.stages):
+        """Device mesh of this stage's tp group."""
+        unit = self.layout.unit(self.place.pipeline, self.place.stage)
+        if len(unit) == 1:
             return None
         from torch.distributed.device_mesh import DeviceMesh
 
-        mine = None
-        for p, pipeline in enumerate(self.plan.pipelines):
-            for s in range(len(pipeline.stages)):
-                unit = self.layout.unit(p, s)
-                mesh = DeviceMesh(self.device.type, list(unit)) if len(unit) > 1 else None
-                if self.place.rank in unit:
-                    mine = mesh
-        return mine
+        return DeviceMesh.from_group(self.groups.of(unit), self.device.type)
 
     def _executor(self, sample: Tensors | None) -> Any:
         wires = execute.wires(self.layout, self.place, self.groups, self.device)
@@ -282,11 +276,8 @@ class Trainer:
             self.layout, self.place, self.stage, self.model, actions, self.reducer, wires, boundaries, self.device
         )
 
-    def _reductions(self) -> list[Played]:
-        return [self._played(Kind.REDUCE_GRAD, *each) for each in self.reducer.log]
-
-    def _played(self, kind: Kind, index: int | None, begun: float, ended: float) -> Played:
-        return Played(Action(self.place.stage, kind, index), begun - self.began_s, ended - self.began_s)
+    def _during(self, what: str) -> str:
+        return f"{self.place} in {what} of step {self.step_index}"
 
     def _micro_batches(self, value: Any, wanted: bool) -> list[Tensors]:
         if not wanted:
@@ -310,8 +301,8 @@ class Trainer:
         count = sum(self.model.count_tokens(each if len(each) > 1 else each[0]) for each in targets)
         total = torch.tensor([count], dtype=torch.int64, device=self.device)
         if len(self.plan.pipelines) > 1:
-            with communication():
-                dist.all_reduce(total, group=self.groups.of(self._last_ranks(self.place.tp_rank), "last"))
+            with communication(self._during("the count of tokens over the last stages")):
+                dist.all_reduce(total, group=self.groups.of(self._last_ranks(self.place.tp_rank)))
         return max(int(total), 1)
 
     def _commit(self, loss: float, tokens: int) -> Result:
@@ -327,25 +318,88 @@ class Trainer:
             norms[index, owner, self.place.tp_rank] = square
         flat = torch.cat([table.flatten(), norms.flatten()]).to(self.device)
         if self.layout.world_size > 1:
-            with communication():
-                dist.all_reduce(flat, group=self.groups.of(tuple(range(self.layout.world_size)), "world"))
+            with communication(self._during("the commit, the exchange of loss and norm")):
+                dist.all_reduce(flat, group=self.groups.of(range(self.layout.world_size)))
         rows = flat.tolist()
         losses, counts = rows[0 : 2 * len(self.plan.pipelines) : 2], rows[1 : 2 * len(self.plan.pipelines) : 2]
         return Result(sum(losses), total_norm(rows[2 * len(self.plan.pipelines) :]), int(max(counts)))
 
 
-def _schedules(plan: Plan, schedule: str | Sequence[Schedule]) -> list[Schedule]:
-    if not isinstance(schedule, str):
-        found = list(schedule)
-    else:
+def _schedules(plan: Plan, schedule: str | Sequence[Schedule], engine: str) -> list[Schedule]:
+    if isinstance(schedule, str):
         found = [schedules.of_plan(pipeline, schedule) for pipeline in plan.pipelines]
-    for each in found:
+    else:
+        found = list(schedule)
+    if len(found) != len(plan.pipelines):
+        raise ValueError(f"schedule: {len(found)} lists, expected one for each of {len(plan.pipelines)} pipelines")
+    for p, (each, pipeline) in enumerate(zip(found, plan.pipelines, strict=True)):
         schedules.validate(each)
+        given = (each.num_stages, len(each.ranks), each.num_micro_batches)
+        stages = len(pipeline.stages)
+        if given != (stages, stages, pipeline.num_micro_batches):
+            raise ValueError(
+                f"schedule of pipeline {p}: {given[0]} stages on {given[1]} ranks, {given[2]} micro-batches; the plan"
+                f" has {stages} stages, each on a rank of its own, and {pipeline.num_micro_batches} micro-batches"
+            )
+        split = next((str(a) for rank in each.ranks for a in rank if a.kind in (Kind.I, Kind.W)), None)
+        if engine == "own" and split is not None:
+            raise ValueError(f"{split}: this engine runs whole backward passes; use engine 'torch' for split ones")
     return found
 
 
-def _fits(layout: Layout, model: Model) -> None:
-    """Refuse a model or a world that is not the plan's before anything is built."""
+def _agreed(
+    plan: Plan, model: Model, schedule: str | Sequence[Schedule], options: Mapping[str, Any]
+) -> tuple[Layout, list[Schedule]]:
+    """Layout and schedules, if nothing is wrong on any process and all were given the same; else one error on all.
+
+    This comes before any group exists: who leaves while others connect would break their connections.
+    """
+    problem, layout, lists = None, None, []
+    try:
+        reduce.check(options["granularity"], options["shard"])
+        layout = Layout(plan)
+        _fits(layout, model, options["engine"], options["dtype"])
+        lists = _schedules(plan, schedule, options["engine"])
+    except ValueError as error:
+        problem = str(error)
+    names = [f"{each.name} {zlib.crc32(str(each).encode()):08x}" for each in lists]
+    everyone = gathered(None, (problem, {"plan": plan.digest, "schedule": names, **options}))
+    for text in (problem, *(each for each, _ in everyone)):
+        if text is not None:
+            raise ValueError(text)
+    first = everyone[0][1]
+    for rank, (_, given) in enumerate(everyone):
+        for key, value in given.items():
+            if value != first[key]:
+                raise ValueError(f"{key}: {value!r} on rank {rank}, {first[key]!r} on rank 0; expected the same on all")
+    assert layout is not None
+    return layout, lists
+
+
+def _optimizer(make: Optimizers, reducer: Reducer) -> torch.optim.Optimizer:
+    """The optimizer; where the stage has nothing to train, of one parameter without elements, since it needs some."""
+    parameters = [parameter for _, parameter in reducer.optimized()]
+    optimizer = make(parameters or [nn.Parameter(torch.empty(0))])
+    if reducer.shard and len(optimizer.param_groups) > 1:
+        raise ValueError(
+            f"optimizer: {len(optimizer.param_groups)} parameter groups, and sharded optimizer state knows flat parts"
+            " of blocks, not parameters; expected one group, or shard_optimizer=False"
+        )
+    return optimizer
+
+
+def _fits(layout: Layout, model: Model, engine: str, dtype: torch.dtype | None) -> None:
+    """Refuse a model, a world or a setting that does not go with the plan before anything is built."""
+    if engine not in ("own", "torch"):
+        raise ValueError(f"engine: {engine!r} is not among own, torch")
+    degrees = [sorted({stage.tp for stage in pipeline.stages}) for pipeline in layout.plan.pipelines]
+    if engine == "torch" and any(len(each) > 1 for each in degrees):
+        raise ValueError(
+            f"engine: 'torch' hands over between stages of equal tp only, a pipeline has tp {max(degrees, key=len)};"
+            " expected 'own'"
+        )
+    if dtype == torch.float16:
+        raise ValueError("dtype: fp16 needs its loss scaled, which the runtime does not do; expected torch.bfloat16")
     layers = layout.plan.blocks[-1].layers[1]
     if model.num_layers != layers:
         raise ValueError(f"the model has {model.num_layers} layers, the plan {layers} ({layout.plan.profile_name})")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -13,7 +14,7 @@ from ranks import HIDDEN, Embedding, Head, cross_entropy, make_batch, make_model
 from torch import Tensor
 
 from planner.plans import Plan
-from planner.schedule import launches
+from planner.schedule import Kind, action_lists, gpipe, interleaved, launches
 from runtime import Model, Trainer
 from runtime.layout import Layout
 from runtime.model import Stage, as_tuple
@@ -154,7 +155,7 @@ def test_the_torch_engine_plays_the_same_plans(name: str) -> None:
 def test_split_backward_passes_on_the_torch_engine() -> None:
     """The zero-bubble lists have I and W; our own executor refuses them by name."""
     agrees(make_plan([([3, 3, 4], 4), ([5, 5], 3)]), engine="torch", schedule="zero-bubble", steps=2)
-    with pytest.raises(AssertionError, match=r"0I\d+: this engine runs whole backward passes; use engine 'torch'"):
+    with pytest.raises(RuntimeError, match=r"\dI\d+: this engine runs whole backward passes; use engine 'torch'"):
         agrees(make_plan([([3, 3, 4], 4)]), schedule="zero-bubble", steps=1)
 
 
@@ -256,32 +257,376 @@ def test_tensor_parallel_stages_equal_one_process() -> None:
             assert relative(weight, reference_weights[name].detach()) <= TOLERANCE, name
 
 
-def refused(rank: int, plan: Plan, num_layers: int, part: int, sharded: bool) -> str:
-    """What the trainer says to a model or a batch that is not the plan's."""
-    model = sharded_model(shard=False) if sharded else make_model(num_layers)
+Given = tuple[Plan, Model, int, dict[str, Any]]  # plan, model, samples of the batch, options of the trainer
+
+
+def refused(rank: int, make: Callable[[int], Given]) -> str:
+    """What the trainer says to what a rank was given."""
+    plan, model, samples, options = make(rank)
     try:
-        with Trainer(plan, model, timeout_s=20.0) as trainer:
-            inputs, targets = make_batch(part, 0)
+        with Trainer(plan, model, timeout_s=20.0, **options) as trainer:
+            inputs, targets = make_batch(samples, 0)
             trainer.step(inputs, targets)
     except ValueError as error:
         return str(error)
     return "accepted"
 
 
+ONE, TWO = make_plan([([10], 3)]), make_plan([([10], 3), ([10], 3)])
+WIDE = make_plan([([6], 1)], tp=2)
+
+
+def of_rank(rank: int) -> Model:
+    """Layers whose first weights depend on more than the seed, from layer 3 on."""
+    model = make_model(10)
+
+    def layer(l: int) -> torch.nn.Module:
+        made = model.layer(l)
+        with torch.no_grad():
+            next(made.parameters()).add_(rank if l >= 3 else 0)
+        return made
+
+    return replace(model, layer=layer)
+
+
+def of_rank_size(rank: int) -> Model:
+    """A layer that has a parameter more on rank 1."""
+    model = make_model(10)
+
+    def layer(l: int) -> torch.nn.Module:
+        made = model.layer(l)
+        if l == 4 and rank == 1:
+            made.more = torch.nn.Parameter(torch.zeros(3))
+        return made
+
+    return replace(model, layer=layer)
+
+
+def mixed() -> Model:
+    """bf16 weights, and a norm in fp32."""
+    model = make_model(10)
+    return replace(model, layer=lambda l: model.layer(l).to(torch.bfloat16 if l % 2 else torch.float32))
+
+
+def decayed(parameters: Any) -> torch.optim.Optimizer:
+    """Weight decay for matrices only."""
+    named = list(parameters)
+    groups = [{"params": [p for p in named if (p.ndim > 1) == deep]} for deep in (True, False)]
+    return torch.optim.AdamW([*groups[:1], groups[1] | {"weight_decay": 0.0}])
+
+
+REFUSED: dict[str, tuple[int, Callable[[int], Given], str]] = {
+    "another model": (1, lambda _: (ONE, make_model(9), 6, {}), "the model has 9 layers, the plan 10"),
+    "another world": (
+        2,
+        lambda _: (ONE, make_model(10), 6, {}),
+        "2 processes run, the plan needs one for each of its 1 devices",
+    ),
+    "another batch": (
+        1,
+        lambda _: (ONE, make_model(10), 5, {}),
+        "5 samples given, rank 0 (pipeline 0 stage 0) takes 6",
+    ),
+    "no way to shard": (2, lambda _: (WIDE, sharded_model(shard=False), 2, {}), "the model says no way to shard its"),
+    "another model on rank 1": (
+        2,
+        lambda rank: (TWO, make_model(10 - rank), 6, {}),
+        "the model has 9 layers, the plan 10",
+    ),
+    "another plan on rank 1": (
+        2,
+        lambda rank: (make_plan([([10], 3 + rank), ([10], 3)]), make_model(10), 6, {}),
+        "plan: ",
+    ),
+    "another granularity on rank 1": (
+        2,
+        lambda rank: (TWO, make_model(10), 6, {"granularity": ("block", "layer")[rank]}),
+        "granularity: 'layer' on rank 1, 'block' on rank 0; expected the same on all",
+    ),
+    "another seed on rank 1": (2, lambda rank: (TWO, make_model(10), 6, {"seed": rank}), "seed: 1 on rank 1, 0 on"),
+    "other weights on rank 1": (
+        2,
+        lambda rank: (TWO, of_rank(rank), 6, {}),
+        "layer 3 has other weights or buffers on rank 1 (pipeline 1 stage 0) than on rank 0 (pipeline 0 stage 0)",
+    ),
+    "another layer on rank 1": (
+        2,
+        lambda rank: (TWO, of_rank_size(rank), 6, {}),
+        "layers 0 to 9 differ: rank 1 (pipeline 1 stage 0) has 77 parameters of ",
+    ),
+    "parameter groups of shards": (
+        2,
+        lambda _: (TWO, make_model(10), 6, {"shard_optimizer": True, "optimizer": decayed}),
+        "optimizer: 2 parameter groups, and sharded optimizer state knows flat parts of blocks, not parameters",
+    ),
+    "shards of two precisions": (
+        2,
+        lambda _: (TWO, mixed(), 6, {"shard_optimizer": True}),
+        "rank 0 (pipeline 0 stage 0): layers 0 to 9: weights of bfloat16 and float32; sharded optimizer state needs",
+    ),
+    "shards of shards": (
+        4,
+        lambda _: (make_plan([([6], 1), ([6], 1)], tp=2), sharded_model(), 2, {"shard_optimizer": True}),
+        "sharded optimizer state is not supported for layers that tensor parallelism shards",
+    ),
+    "nothing left to shard": (
+        2,
+        lambda _: (TWO, make_model(10), 6, {"shard_optimizer": True, "granularity": "model"}),
+        "granularity: 'model' sums the whole model everywhere, which leaves nothing to shard",
+    ),
+    "fp16": (1, lambda _: (ONE, make_model(10), 6, {"dtype": torch.float16}), "dtype: fp16 needs its loss scaled"),
+    "an engine": (1, lambda _: (ONE, make_model(10), 6, {"engine": "tensor"}), "engine: 'tensor' is not among own, to"),
+    "a schedule of fewer micro-batches": (
+        1,
+        lambda _: (ONE, make_model(10), 6, {"schedule": [gpipe(1, 2)]}),
+        "schedule of pipeline 0: 1 stages on 1 ranks, 2 micro-batches; the plan has 1 stages, each on a rank of its",
+    ),
+    "a schedule of more stages": (
+        1,
+        lambda _: (ONE, make_model(10), 6, {"schedule": [interleaved(1, 2, 3)]}),
+        "schedule of pipeline 0: 2 stages on 1 ranks, 3 micro-batches",
+    ),
+    "too few schedules": (
+        2,
+        lambda _: (TWO, make_model(10), 6, {"schedule": [gpipe(1, 3)]}),
+        "schedule: 1 lists, expected one for each of 2 pipelines",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_fit_is_refused(name: str) -> None:
+    """One error on all ranks before anything runs, with both figures, also if it is one rank that was given it."""
+    world, make, words = REFUSED[name]
+    for text in start(world, refused, make):
+        assert words in text
+
+
+def test_unequal_tp_along_a_pipeline_needs_the_own_engine() -> None:
+    """torch's stages hand over one to one."""
+    plan = make_plan([([3, 3], 2)], tp=2)
+    narrow = replace(plan.pipelines[0].stages[1], tp=1, devices=("host:2",))
+    plan = replace(plan, pipelines=(replace(plan.pipelines[0], stages=(plan.pipelines[0].stages[0], narrow)),))
+    for text in start(3, refused, lambda _: (plan, sharded_model(), 4, {"engine": "torch"})):
+        assert "engine: 'torch' hands over between stages of equal tp only, a pipeline has tp [1, 2]" in text
+
+
+def trained(rank: int, plan: Plan, model: Model, batch: Callable[[int], Any], options: dict[str, Any]) -> Any:
+    """(loss, norm) of three steps, weights and buffers at the end, whole where they are sharded."""
+    options = {"optimizer": adamw, "dtype": torch.float64, **options}
+    with Trainer(plan, model, timeout_s=20.0, **options) as trainer:
+        results, part = [], slice(trainer.samples.start, trainer.samples.stop)
+        for step in range(3):
+            inputs, targets = ([each[part] for each in as_tuple(side)] for side in batch(step))
+            result = trainer.step(tuple(inputs), tuple(targets))
+            results.append((result.loss, result.norm))
+        state = trainer.stage.state_dict()
+        whole = {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in state.items()}
+        return results, {name: value.detach().clone() for name, value in whole.items()}
+
+
+def samples_of(plan: Plan) -> Callable[[int], Any]:
+    return lambda step: make_batch(plan.job.global_batch, step)
+
+
+def equal_one_process(
+    plan: Plan,
+    model: Model,
+    batch: Callable[[int], Any] | None = None,
+    tolerance: float = TOLERANCE,
+    alone: Model | None = None,
+    **options: Any,
+) -> list[Any]:
+    """Holds a model on a plan's ranks against the same trainer with everything on one rank, whose own parity the tests
+    above hold; returns what the ranks found."""
+    batch = batch or samples_of(plan)
+    layers, total = plan.blocks[-1].layers[1], plan.job.global_batch
+    (expected, weights0), *_ = start(
+        1,
+        trained,
+        make_plan([([layers], total // 2)]),
+        alone or model,
+        batch,
+        {"dtype": options.get("dtype", torch.float64)},
+    )
+    found = start(len(plan.devices), trained, plan, model, batch, options)
+    for results, weights in found:
+        assert results == [pytest.approx(each, rel=tolerance) for each in expected]
+        for name, weight in weights.items():
+            assert relative(weight.double(), weights0[name].double()) <= tolerance, name
+    return found
+
+
+DEEP, SHALLOW = make_plan([([4, 6], 3), ([3, 3, 4], 2)]), make_plan([([4, 6], 3), ([10], 2)])
+BOTH = pytest.mark.parametrize("engine", ["own", "torch"])
+
+
+def weighted(logits: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
+    """Cross-entropy with a weight per token."""
+    tokens, weights = targets
+    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="none")
+    return (losses * weights.flatten()).sum()
+
+
+@BOTH
+def test_targets_may_be_several_tensors(engine: str) -> None:
+    """Tokens and their weights."""
+
+    def batch(step: int) -> Any:
+        inputs, targets = make_batch(DEEP.job.global_batch, step)
+        return inputs, (targets, torch.linspace(0.5, 2.0, targets.numel(), dtype=torch.float64).view_as(targets))
+
+    model = replace(make_model(LAYERS), loss=weighted, count_tokens=lambda targets: int((targets[0] != -100).sum()))
+    equal_one_process(DEEP, model, batch, engine=engine)
+
+
+def frozen(model: Model, layers: Any) -> Model:
+    """A model with layers that are not trained."""
+    return replace(model, layer=lambda l: model.layer(l).requires_grad_(l not in layers))
+
+
 @pytest.mark.parametrize(
-    ("plan", "world", "num_layers", "part", "sharded", "words"),
+    ("layers", "granularity", "engine"),
     [
-        (make_plan([([10], 3)]), 1, 9, 6, False, "the model has 9 layers, the plan 10"),
-        (make_plan([([10], 3)]), 2, 10, 6, False, "2 processes run, the plan needs one for each of its 1 devices"),
-        (make_plan([([10], 3)]), 1, 10, 5, False, "5 samples given, rank 0 (pipeline 0 stage 0) takes 6"),
-        (make_plan([([6], 1)], tp=2), 2, 6, 2, True, "the model says no way to shard its layers"),
+        (range(4), "block", "own"),
+        (range(4), "model", "torch"),
+        (range(4, 10), "block", "torch"),
+        (range(3, 6), "tensor", "own"),
+        ((0,), "model", "own"),
     ],
+    ids=str,
 )
-def test_what_does_not_fit_is_refused(
-    plan: Plan, world: int, num_layers: int, part: int, sharded: bool, words: str
-) -> None:
-    """One error before anything runs, with both numbers."""
-    assert all(words in text for text in start(world, refused, plan, num_layers, part, sharded))
+def test_layers_may_be_frozen(layers: Any, granularity: str, engine: str) -> None:
+    """Whole stages at the start, at the end and between, which have nothing to reduce or to update."""
+    model = frozen(make_model(LAYERS), layers)
+    for _, weights in equal_one_process(DEEP, model, granularity=granularity, engine=engine):
+        stage = {name: int(name.split(".")[1]) for name in weights}
+        fresh = {l: model.layer(l) for l in set(stage.values())}
+        assert stage.keys() == {f"layers.{l}.{n}" for l, layer in fresh.items() for n in layer.state_dict()}
+
+
+def test_frozen_weights_may_be_tied() -> None:
+    """Neither end is reduced."""
+    model = make_model(LAYERS, tied=True)
+
+    def layer(l: int) -> torch.nn.Module:
+        made = model.layer(l)
+        for name in ("token", "out"):
+            if l in (0, LAYERS - 1) and hasattr(made, name):
+                getattr(made, name).requires_grad_(False)
+        return made
+
+    plan = make_plan([([4, 6], 3), ([10], 2)], tied=True)
+    equal_one_process(plan, replace(model, layer=layer))
+
+
+def test_sharding_goes_with_frozen_stages() -> None:
+    """An owner without anything to train keeps up with the others."""
+    equal_one_process(DEEP, frozen(make_model(LAYERS), range(4)), shard_optimizer=True)
+
+
+class Counting(torch.nn.Module):
+    """Counts in a buffer how often it runs forward, and draws from the random state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Embedding(False)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.calls += 1
+        return self.inner(tokens) * (1 + 0 * torch.rand(()))
+
+
+@BOTH
+def test_shapes_are_found_without_a_trace(engine: str) -> None:
+    """The run that finds out what stages exchange leaves buffers as they were: as many calls as micro-batches."""
+    model = make_model(LAYERS)
+    counting = replace(model, layer=lambda l: Counting() if l == 0 else model.layer(l))
+    for rank, (_, weights) in enumerate(start(5, trained, DEEP, counting, samples_of(DEEP), {"engine": engine})):
+        if "layers.0.calls" in weights:
+            assert weights["layers.0.calls"] == 3 * DEEP.pipelines[Layout(DEEP).places[rank].pipeline].num_micro_batches
+
+
+def test_bf16_replicas_stay_equal() -> None:
+    """Gradients are summed in fp32 over the pipelines too; masters and weights of replicas are equal bit for bit."""
+    seen: Weights = {}
+    for shard in (False, True):
+        options = {"dtype": torch.bfloat16, "shard_optimizer": shard}
+        found = start(5, trained, DEEP, make_model(LAYERS), samples_of(DEEP), options)
+        losses = [loss for loss, _ in found[0][0]]
+        for results, weights in found:
+            assert [loss for loss, _ in results] == losses
+            for name, weight in weights.items():
+                assert weight.dtype == torch.bfloat16
+                assert torch.equal(weight, seen.setdefault(name, weight)), name
+    (expected, _), *_ = start(1, trained, make_plan([([10], 5)]), make_model(LAYERS), samples_of(DEEP), {"dtype": None})
+    assert losses == pytest.approx([loss for loss, _ in expected], rel=2e-2)
+
+
+def test_bf16_goes_with_tensor_parallel_stages() -> None:
+    """Shards have fp32 gradients and masters as whole weights have; all within bf16 of one process in fp32."""
+    plan = make_plan([([3, 3], 3), ([6], 2)], tp=2)
+    found = start(6, trained, plan, sharded_model(), samples_of(plan), {"dtype": torch.bfloat16})
+    (expected, weights0), *_ = start(
+        1, trained, make_plan([([6], 5)]), sharded_model(), samples_of(plan), {"dtype": torch.float32}
+    )
+    seen: Weights = {}
+    for results, weights in found:
+        assert [loss for loss, _ in results] == pytest.approx([loss for loss, _ in expected], rel=2e-2)
+        for name, weight in weights.items():
+            assert weight.dtype == torch.bfloat16 and torch.equal(weight, seen.setdefault(name, weight)), name
+            assert relative(weight.float(), weights0[name]) < 0.1, name
+
+
+@BOTH
+def test_tensor_parallel_stages_on_both_engines(engine: str) -> None:
+    """Shards on devices in turned order in one pipeline: tp ranks ascend whatever order a plan names devices in."""
+    plan = make_plan([([3, 3], 3), ([6], 2)], tp=2)
+    first, second = plan.pipelines
+    turned = replace(first, stages=tuple(replace(stage, devices=stage.devices[::-1]) for stage in first.stages))
+    equal_one_process(replace(plan, pipelines=(turned, second)), sharded_model(), engine=engine)
+
+
+def traced(rank: int, plan: Plan, options: dict[str, Any]) -> Any:
+    """The trace of the second step."""
+    with Trainer(plan, make_model(LAYERS), timeout_s=20.0, **options) as trainer:
+        for step in range(2):
+            trainer.tracing = step == 1
+            inputs, targets = make_batch(plan.job.global_batch, step)
+            part = slice(trainer.samples.start, trainer.samples.stop)
+            trainer.step(inputs[part], targets[part])
+        return trainer.place, trainer.trace
+
+
+@pytest.mark.parametrize("shard", [False, True], ids=["whole", "sharded"])
+def test_a_trace_has_every_action_of_the_lists(shard: bool) -> None:
+    """All of `planner.schedule.action_lists`: compute, transfers, reductions by their number, update; each within the
+    step, a wait before its computing, a transfer after what it sends."""
+    plan = replace(DEEP, blocks=tuple(replace(block, num_chunks=1) for block in DEEP.blocks))
+    lists, _ = action_lists(plan)
+    for place, trace in start(5, traced, plan, {"shard_optimizer": shard}):
+        assert sorted(each.action for each in trace) == sorted(lists[place.pipeline].ranks[place.stage])
+        times = {each.action: each for each in trace}
+        assert [each.start_s for each in trace] == sorted(each.start_s for each in trace)
+        last = max(each.end_s for each in trace)
+        for action, ran in times.items():
+            assert 0 <= ran.start_s <= ran.end_s <= last
+            if action.kind == Kind.RECV_F:
+                assert ran.end_s <= times[action._replace(kind=Kind.F)].start_s
+            if action.kind == Kind.SEND_B:
+                assert times[action._replace(kind=Kind.B)].end_s <= ran.start_s
+            if action.kind == Kind.REDUCE_GRAD:
+                assert times[action._replace(kind=Kind.UPDATE, index=None)].start_s >= ran.end_s
+
+
+def test_a_trace_of_the_torch_engine_has_its_computing() -> None:
+    """F and B, and what the trainer does itself; its transfers are not ours to see."""
+    lists, _ = action_lists(DEEP)
+    for place, trace in start(5, traced, DEEP, {"engine": "torch"}):
+        kinds = (Kind.F, Kind.B, Kind.UPDATE)
+        expected = [action for action in lists[place.pipeline].ranks[place.stage] if action.kind in kinds]
+        assert sorted(each.action for each in trace if each.action.kind in kinds) == sorted(expected)
 
 
 def test_unequal_tp_of_one_block_is_refused() -> None:
@@ -325,13 +670,31 @@ def random_plan(seed: int) -> tuple[Plan, dict[str, Any]]:
     }
     if options["granularity"] != "model":
         options["shard_optimizer"] = draw.random() < 0.4
-    if not options["masked"]:
-        options["engine"] = draw.choice(["own", "own", "torch"])
     return plan, options
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_random_plans_equal_one_process(seed: int) -> None:
-    """Whatever plan, schedule, granularity and sharding are drawn."""
+SEEDS = range(20)
+
+
+@pytest.mark.parametrize("engine", ["own", "torch"])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_plans_equal_one_process(seed: int, engine: str) -> None:
+    """Whatever plan, schedule, granularity and sharding are drawn, on both engines."""
     plan, options = random_plan(seed)
-    agrees(plan, steps=2, **options)
+    agrees(plan, engine=engine, **options)
+
+
+def test_random_plans_are_of_all_kinds() -> None:
+    """The draws are not all alike: what the test above is to cover is in them."""
+    plans = [random_plan(seed) for seed in SEEDS]
+    shapes = [[(len(p.stages), p.num_micro_batches) for p in plan.pipelines] for plan, _ in plans]
+    assert {len(shape) for shape in shapes} == {1, 2, 3, 4}
+    assert {depth for shape in shapes for depth, _ in shape} == {1, 2, 3, 4}
+    assert sum(any(m < depth for depth, m in shape) for shape in shapes) >= 3
+    assert sum(len(set(shape)) > 1 for shape in shapes) >= 5
+    assert sum(any(stage.recompute for stage in plan.stages) for plan, _ in plans) >= 5
+    assert sum(list(Layout(plan).devices) != [n for s in plan.stages for n in s.devices] for plan, _ in plans) >= 5
+    assert sum(bool(plan.tied_blocks) for plan, _ in plans) >= 3
+    for key, value in (("masked", True), ("shard_optimizer", True), ("overlap", False)):
+        assert sum(options.get(key) == value for _, options in plans) >= 3, key
+    assert {options["granularity"] for _, options in plans} == {"tensor", "layer", "block", "model"}

@@ -364,7 +364,7 @@ def test_a_checkpoint_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
             with pytest.raises(RuntimeError):
                 state.save(run, tmp_path)
 
-    start(3, dies)
+    start(3, dies, lost={2})
     assert [each.name for each in state.steps(tmp_path)] == ["step-00000001"]
     assert (tmp_path / ".step-00000002.tmp").exists()
 

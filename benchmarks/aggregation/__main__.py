@@ -164,6 +164,7 @@ def _step(trainer: Trainer, variant: Variant, inputs: Any, targets: Any) -> Mark
         chunk_bytes=variant.chunk_bytes,
         overlap=variant.overlap,
     )
+    trainer.reducer.agree()
     if variant.one_by_one:
         _wait_for_each(trainer.reducer)
     if trainer.executor is not None:
