@@ -3,9 +3,12 @@
 ``build()`` in ``train.py`` returns a `runtime.task.Task`, or a model and a function of (step, samples) for its batches.
 Processes are numbered like the plan's devices in natural order of their names, so nodes have to be started in that
 order; on a node, ``--nproc-per-node`` is the number of its devices in the plan. A plan of one device needs no torchrun.
+`runtime.launch` starts the same processes, and unlike torchrun it leaves them alone when one is lost: ``--replan``
+needs it wherever a node runs more than one process.
 
-Prints a line per step, and at the end the peak memory of every stage beside the predicted one. ``--trace`` writes all
-three as a run that `hpp compare PLAN --measured FILE` reads. Exit codes: 0 done, 1 the run stopped, 2 bad input.
+Prints what runs where, a line per step, and at the end the peak memory of every stage beside the predicted one.
+``--trace`` writes steps, peaks, and when each action of the last step ran as a run that `hpp compare PLAN --measured
+FILE` reads. Exit codes: 0 done, 1 the run stopped, 2 bad input.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import argparse
 import os
 import re
 import resource
+import socket
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -29,27 +33,29 @@ import torch.distributed as dist
 from planner import files, measured
 from planner.plans import Plan, Stage, seconds, size, table
 from runtime import given
-from runtime.execute import Played
-from runtime.groups import Disconnected, RankFailed
+from runtime.clock import Played
+from runtime.groups import Disconnected, RankFailed, communication, gathered
 from runtime.layout import Layout
 from runtime.recover import Elastic
 from runtime.task import Task
 from runtime.trainer import TIMEOUT_S, Result, Trainer
 
 OK, STOPPED, BAD_INPUT = 0, 1, 2
+FINISHED = "finished"  # key in the store of --replan, once all steps are done
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one process; returns the exit code."""
-    options = _parser().parse_args(arguments)
+    options = parser().parse_args(arguments)
     try:
         plan, task = _inputs(options)
+        device = _device(options, plan)
     except ValueError as error:
         if _environment("LOCAL_RANK", 0) == 0:  # the others of this node see the same
             print(f"runtime: {error}", file=sys.stderr)
         return BAD_INPUT
-    device = _connect(options)
     try:
+        _connect(options, device)
         _train(options, plan, task, device)
         return OK
     except (RankFailed, Disconnected) as error:
@@ -63,9 +69,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             dist.destroy_process_group()
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser(*, add_help: bool = True) -> argparse.ArgumentParser:
+    """All options."""
     parser = argparse.ArgumentParser(
-        prog="python -m runtime", description="Train under a plan; started once per device, by torchrun."
+        prog="python -m runtime",
+        description="Train under a plan; started once per device, by runtime.launch or torchrun.",
+        add_help=add_help,
     )
     parser.add_argument("plan", metavar="PLAN", help="plan file, as of `hpp plan -o`")
     parser.add_argument("task", metavar="FILE:FUNCTION", help="function that returns a runtime.task.Task")
@@ -111,7 +120,12 @@ def _inputs(options: argparse.Namespace) -> tuple[Plan, Task]:
         started = f"{world} process{'es' if world > 1 else ''} started"
         raise ValueError(
             f"{options.plan}: {started}, the plan needs one for each of its {devices} devices"
-            f" (torchrun --nproc-per-node {devices} on a single node)"
+            f" (python -m runtime.launch starts them)"
+        )
+    if options.replan is not None and dist.is_torchelastic_launched() and _environment("LOCAL_WORLD_SIZE", 1) > 1:
+        raise ValueError(
+            "--replan: torchrun ends all processes of a node with the first that is lost, expected to be started by"
+            " `python -m runtime.launch`, or by torchrun with one process per node"
         )
     task = load_task(options.task, options.steps)
     layers = plan.blocks[-1].layers[1]
@@ -151,16 +165,36 @@ def load_task(where: str, steps: int | None = None) -> Task:
         raise ValueError(f"{where}: {error}") from None
 
 
-def _connect(options: argparse.Namespace) -> torch.device:
-    cuda = options.on == "cuda" or (options.on is None and torch.cuda.is_available())
-    device = torch.device("cuda", _environment("LOCAL_RANK", 0)) if cuda else torch.device("cpu")
-    if cuda:
+def _device(options: argparse.Namespace, plan: Plan) -> torch.device:
+    """What this process computes on."""
+    if options.on == "cpu" or (options.on is None and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    count, local = torch.cuda.device_count(), _environment("LOCAL_RANK", 0)
+    names = Layout(plan).devices
+    node, _, planned = names[_environment("RANK", 0)].rpartition(":")
+    beside = [name.rpartition(":")[2] for name in names if name.rpartition(":")[0] == node]
+    # The GPU that the plan names, if this machine runs that node and shows all its planned GPUs. Otherwise GPUs in
+    # turn: where CUDA_VISIBLE_DEVICES hides some, or several nodes of the plan run here, two could get the same one.
+    alone = _environment("LOCAL_WORLD_SIZE", len(beside)) == len(beside)
+    index = int(planned) if alone and all(each.isdigit() and int(each) < count for each in beside) else local
+    if index >= count:
+        seen = f"{count} GPU{'s' * (count > 1)} here, too few for process {index}" if count else "no GPU here"
+        raise ValueError(f"--on: cuda, but torch finds {seen}; expected cpu, or one GPU per process")
+    return torch.device("cuda", index)
+
+
+def _connect(options: argparse.Namespace, device: torch.device) -> None:
+    if device.type == "cuda":
         torch.cuda.set_device(device)
+        # Otherwise only a thread of torch notices that a peer is gone, and ends the process without a word; with it
+        # calls raise, there is no such thread, and TORCH_NCCL_ASYNC_ERROR_HANDLING, which is about it, has no effect.
+        os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
     if not dist.is_initialized():
         alone = {} if "MASTER_ADDR" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-        timeout = timedelta(seconds=options.timeout)
-        dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout, **alone)
-    return device
+        with communication(f"rank {_environment('RANK', 0)}: no connection to the others"):
+            dist.init_process_group(
+                "nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=options.timeout), **alone
+            )
 
 
 # The run
@@ -185,13 +219,16 @@ def _train(options: argparse.Namespace, plan: Plan, task: Task, device: torch.de
     )
     with elastic as run:
         assert run.trainer is not None
-        told = _Told(run, task.steps, tracing=options.trace is not None)
-        told.before(run.trainer)
-        run.run(task.steps, told.after)
+        progress = _Progress(run, task.steps, tracing=options.trace is not None)
+        progress.before(run.trainer)
+        run.run(task.steps, progress.after)
         if run.trainer is None:
             print(f"runtime: {run.me} has no part in the new plan and is done", file=sys.stderr)
             return
-        told.at_end(memory, options.trace)
+        progress.at_end(memory, options.trace)
+        if run.store is not None:
+            with suppress(RuntimeError):  # its host may be gone, now that all is done
+                run.store.set(FINISHED, "")
 
 
 def _replanning(options: argparse.Namespace, plan: Plan) -> dict[str, Any]:
@@ -215,7 +252,7 @@ def _replanning(options: argparse.Namespace, plan: Plan) -> dict[str, Any]:
     return {"replan": without_lost, "store": store}
 
 
-class _Told:
+class _Progress:
     """What the first process prints and writes."""
 
     def __init__(self, run: Elastic, steps: int, *, tracing: bool) -> None:
@@ -236,6 +273,11 @@ class _Told:
             counts = (("pipeline", plan.pipelines), ("stage", plan.stages), ("device", plan.devices))
             shape = ", ".join(f"{len(each)} {noun}{'s' * (len(each) > 1)}" for noun, each in counts)
             print(f"{plan.profile_name} on {plan.cluster_name}: {shape}{begun}", flush=True)
+        if dist.get_world_size() > 1:
+            mine = (str(dist.get_rank()), self.run.me, socket.gethostname(), str(trainer.device))
+            rows = gathered(None, mine)
+            if self.speaks:
+                print("\n".join(table([">rank", "planned device", "host", "runs on"], rows)), flush=True)
 
     def after(self, trainer: Trainer, result: Result, taken: float) -> None:
         """After every step."""
@@ -264,11 +306,9 @@ class _Told:
         assert trainer is not None
         place, stage = trainer.place, trainer.layout.stage(trainer.place)
         mine = _Account(place.pipeline, place.stage, place.tp_rank, stage, memory.peak(), trainer.trace)
-        everyone: list[Any] | None = [None] * dist.get_world_size() if self.speaks else None
-        dist.gather_object(mine, everyone)
-        if everyone is None:
+        everyone = sorted(gathered(None, mine), key=lambda each: each[:3])
+        if not self.speaks:
             return
-        everyone.sort(key=lambda each: each[:3])
         print("\n".join(_memory_table(everyone)), flush=True)
         if path is not None:
             files.write(path, "\n".join([",".join(measured.COLUMNS), *_rows(self.iterations_s, everyone), ""]))

@@ -12,9 +12,17 @@
                     member holds some, all go back to the checkpoint.
 
 Every process names a device of the plan, and keeps that name through all worlds. They leave word for each other in a
-store that none of them hosts: that of torchrun's agent, a server of its own, a file on a disk that all share. State
-comes from the checkpoint also where no process holds whole tensors: optimizer state sharded over the owners of a block,
-or layers over a tp group.
+store that none of them hosts: that of `runtime.launch`, a server of its own, a file on a disk that all share. Whoever
+sees a process end says so there too (`report_loss`, which the launcher calls): then the others give up the step at
+once, and the roll-call does not wait for an answer. State comes from the checkpoint also where no process holds whole
+tensors: optimizer state sharded over the owners of a block, or layers over a tp group.
+
+Memory: while layers move a process holds its old stage and what it is sent. Before the new stage is built, weights and
+optimizer state of the old one go to host memory and the rest of it is let go. There they stay until the new stage is
+complete on all processes, since another attempt may need them; so a GPU never holds two stages.
+
+All of this was run on gloo only. For NCCL the thread that hears the alarm aborts the groups of its process, since calls
+that wait for a dead process would not return before their timeout; what such a call leaves behind is not used.
 """
 
 from __future__ import annotations
@@ -26,6 +34,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -39,14 +48,15 @@ from planner.plans import Plan
 from planner.replan import assign
 from planner.schedule import Action
 from runtime import state
-from runtime.groups import Disconnected, RankFailed, communication
+from runtime.groups import Disconnected, RankFailed, communication, gathered
 from runtime.layout import Layout
 from runtime.state import Snapshot
 from runtime.trainer import TIMEOUT_S, Result, Trainer
 
 logger = logging.getLogger(__name__)
 
-ANSWER_S = 2.0  # a live process answers the roll-call in so long
+ANSWER_S = 5.0  # a live process answers the roll-call in so long
+PLAN_S = 3600.0  # a new plan is found in so long
 POLL_S = 0.1
 ATTEMPTS = 4  # to meet again, if more processes are lost meanwhile
 Devices = tuple[str, ...]
@@ -103,9 +113,10 @@ class Elastic:
     every
         Steps from one checkpoint to the next; None for one at the end.
     timeout_s
-        Longest wait for a live process.
+        Longest wait for a live process; a search for a new plan may take longer, up to `PLAN_S`.
     answer_s
-        Wait for an answer to the roll-call; a process that does not give one counts as lost.
+        Wait for an answer to the roll-call; a process that does not give one counts as lost. Nobody waits for those
+        whose end was reported.
 
     Attributes
     ----------
@@ -137,11 +148,15 @@ class Elastic:
         self.checkpoint = None if checkpoint is None else Path(checkpoint)
         self.backend = dist.get_backend()
         self.members = Layout(plan).devices
+        if dist.get_world_size() != len(self.members):
+            raise ValueError(
+                f"{dist.get_world_size()} processes run, the plan needs one for each of its {len(self.members)} devices"
+            )
         self.me = self.members[dist.get_rank()]
         self.generation = 0
         self.recoveries: list[Recovery] = []
         self.trainer: Trainer | None = None
-        self.meeting = self._meeting()
+        self.rendezvous = self._rendezvous()
         try:
             self.trainer = self._adopted(make(plan))
             self._resume(self.trainer)
@@ -172,7 +187,7 @@ class Elastic:
 
     def close(self) -> None:
         """Drop groups and thread."""
-        self.meeting.close()
+        self.rendezvous.close()
         self._drop()
 
     def __enter__(self) -> Elastic:
@@ -191,21 +206,34 @@ class Elastic:
             if trainer.step_index >= steps:
                 with communication():
                     dist.barrier()
-        except RuntimeError as error:
+                self._check_not_aborted(trainer)
+        except Exception as error:
             if self.replan is None:
                 raise
             if isinstance(error, Disconnected):
-                error = RankFailed(f"{trainer.place} after step {trainer.step_index - 1}: {error}")
-            return _let_go(error)
-        except BaseException as error:  # of the model or the data: the others cannot do better
-            self.meeting.stop(f"{trainer.place} stopped: {type(error).__name__}: {error}")
+                return RankFailed(f"{trainer.place} after step {trainer.step_index - 1}: {error}")
+            if isinstance(error, RuntimeError):
+                return _let_go(error)
+            if self.rendezvous.aborted.is_set():  # whatever an aborted call left behind led to this
+                return RankFailed(f"{trainer.place} in step {trainer.step_index}: {self.rendezvous.reason}")
+            # An error of the model or the data: the others cannot do better.
+            self.rendezvous.stop(f"{trainer.place} stopped: {type(error).__name__}: {error}")
+            raise
+        except BaseException as error:
+            self.rendezvous.stop(f"{trainer.place} stopped: {type(error).__name__}: {error}")
             raise
         return None
 
     def _step(self, trainer: Trainer, steps: int, on_step: Any) -> None:
-        begun = time.perf_counter()
+        begun, committed = time.perf_counter(), trainer.committed
         inputs, targets = self.batch(trainer.step_index, trainer.samples)
-        result = trainer.step(inputs if trainer.is_first else None, targets if trainer.is_last else None)
+        result = trainer.gradients(inputs if trainer.is_first else None, targets if trainer.is_last else None)
+        try:
+            self._check_not_aborted(trainer)
+        except RankFailed:
+            trainer.committed = committed
+            raise
+        trainer.apply(result)
         taken = time.perf_counter() - begun
         due = trainer.step_index == steps or (self.every is not None and trainer.step_index % self.every == 0)
         if due and self.checkpoint is not None:
@@ -213,13 +241,18 @@ class Elastic:
         if on_step is not None:
             on_step(trainer, result, taken)
 
+    def _check_not_aborted(self, trainer: Trainer) -> None:
+        """A call that was aborted may return as if it were done: nothing since then counts."""
+        if self.rendezvous.aborted.is_set():
+            raise RankFailed(f"{trainer.place} in step {trainer.step_index}: {self.rendezvous.reason}")
+
     def _adopted(self, trainer: Trainer) -> Trainer:
         """The trainer, which looks for the alarm before every action."""
         hook = trainer.on_action
 
         def before(action: Action) -> None:
-            if self.meeting.alarm.is_set():
-                raise RankFailed(f"{trainer.place} at {action}: other processes have given up the step")
+            if self.rendezvous.alarm.is_set():
+                raise RankFailed(f"{trainer.place} at {action}: {self.rendezvous.reason}")
             if hook is not None:
                 hook(action)
 
@@ -239,47 +272,48 @@ class Elastic:
         if self.replan is None:
             return {}
         mine = {name: state.layers_of(name, trainer.model) for name in state.held(trainer)}
-        return dict(sorted(pair for each in _gathered(mine) for pair in each.items()))
+        return dict(sorted(pair for each in gathered(None, mine) for pair in each.items()))
 
     # After a loss
 
     def _recover(self, failure: RuntimeError) -> None:
         begun, noticed = time.perf_counter(), failure
+        assert self.trainer is not None
+        held, self.trainer = _Held(self.trainer), None
         for attempt in range(ATTEMPTS):
             try:
-                self._go_on(failure, begun, first=attempt == 0)
+                self._go_on(held, failure, begun, first=attempt == 0)
                 return
             except Disconnected as error:
                 noticed = _let_go(error)
             except BaseException as error:  # nothing that another attempt would mend
-                self.meeting.stop(f"{self.me} stopped: {error}")
+                self.rendezvous.stop(f"{self.me} stopped: {error}")
                 raise
         raise RankFailed(f"{failure}; gave up after {ATTEMPTS} attempts to go on, the last failed by: {noticed}")
 
-    def _go_on(self, failure: RuntimeError, begun: float, *, first: bool) -> None:
-        """Meet, and come to a state that all agree on. On `Disconnected` the old trainer is still what counts."""
-        old, before = self.trainer, self.members
-        assert old is not None
+    def _go_on(self, held: _Held, failure: RuntimeError, begun: float, *, first: bool) -> None:
+        """Meet, and come to a state that all agree on. On `Disconnected` what is held is still what counts."""
+        before = self.members
+        held.close()
         self._drop()
-        news = self.meeting.call_roll({"step": old.step_index, "commit": _row(old.committed)})
+        news = self.rendezvous.call_roll({"step": held.step_index, "commit": _row(held.committed)})
         if first and len(news) == len(before):
             raise failure  # nobody is missing: an error of this process, or of one that says so itself
         self._join(tuple(news))
-        _roll_forward(old, news)
+        held.roll_forward(news)
         met = time.perf_counter()
         plan = self._new_plan(failure)
         planned = time.perf_counter()
-        found, received = self._fetch(old, plan, failure)
+        found, received = self._fetch(held, plan, failure)
         if not self._narrow(Layout(plan).devices):
-            self.trainer = None
             return
-        new = self._rebuilt(plan, found, old.step_index)
+        new = self._rebuilt(plan, found, held.step_index)
         ended = time.perf_counter()
         self.trainer = self._adopted(new)
         self.recoveries.append(
             Recovery(
                 failure=str(failure),
-                lost=tuple(name for name in old.layout.devices if name not in news),
+                lost=tuple(name for name in held.devices if name not in news),
                 step_index=new.step_index,
                 source="checkpoint" if found is None else "replicas",
                 meet_s=met - begun,
@@ -290,8 +324,9 @@ class Elastic:
         )
         logger.info("%s", self.recoveries[-1])
 
-    def _meeting(self) -> Meeting:
-        return Meeting(self.store, self.generation, self.members, self.me, self.answer_s, self.timeout_s)
+    def _rendezvous(self) -> Rendezvous:
+        abort = _abort_nccl if self.backend == "nccl" else None
+        return Rendezvous(self.store, self.generation, self.members, self.me, self.answer_s, self.timeout_s, abort)
 
     def _drop(self) -> None:
         """Close all connections, so that processes that wait for this one notice."""
@@ -303,9 +338,9 @@ class Elastic:
 
     def _join(self, members: Devices) -> None:
         """Become the world of these devices."""
-        self.meeting.close()
+        self.rendezvous.close()
         self.generation, self.members = self.generation + 1, members
-        self.meeting = self._meeting()
+        self.rendezvous = self._rendezvous()
         assert self.store is not None
         with communication():
             dist.init_process_group(
@@ -322,7 +357,7 @@ class Elastic:
             dist.barrier()
         if devices == self.members:
             return True
-        self.meeting.decide(devices)
+        self.rendezvous.decide(devices)
         self._drop()
         if self.me not in devices:
             return False
@@ -340,7 +375,7 @@ class Elastic:
             return plan
 
         try:
-            return _on_first(choose)
+            return _searched(choose, self.timeout_s)
         except ValueError as error:
             raise RankFailed(f"{failure}; no plan for the devices that are left: {error}") from None
 
@@ -355,14 +390,14 @@ class Elastic:
             raise ValueError(f"no plan was prepared for {', '.join(members)}")
         return self.replan[frozenset(members)]
 
-    def _fetch(self, old: Trainer, plan: Plan, failure: RuntimeError) -> tuple[Snapshot | None, int]:
+    def _fetch(self, held: _Held, plan: Plan, failure: RuntimeError) -> tuple[Snapshot | None, int]:
         """What this process needs under a plan, from its own layers and others', and the bytes that came; None where
         the checkpoint has to serve."""
-        whole = not old.reducer.shard and all(stage.tp == 1 for stage in (*old.plan.stages, *plan.stages))
-        mine = state.snapshot(old) if whole else Snapshot()
-        cards = _gathered(({key: _Card.of(value) for key, value in mine.tensors.items()}, mine.options))
-        held = {rank: card for rank, (card, _) in enumerate(cards)}
-        every = {key: card for each in held.values() for key, card in each.items()}
+        whole = held.whole and all(stage.tp == 1 for stage in plan.stages)
+        mine = held.snapshot() if whole else Snapshot()
+        metas = gathered(None, ({key: _TensorMeta.of(value) for key, value in mine.tensors.items()}, mine.options))
+        holders = {rank: meta for rank, (meta, _) in enumerate(metas)}
+        every = {key: meta for each in holders.values() for key, meta in each.items()}
         ranges = {self.members.index(n): stage.layers for stage in plan.stages for n in stage.devices}
         needed = {
             rank: [key for key in sorted(every) if self._belongs(key, layers)]
@@ -371,12 +406,16 @@ class Elastic:
         lost = [name for name in self.names if state.MODEL + name not in every]
         if lost:
             self._has_checkpoint(lost, failure)
+            del mine
+            held.to_host()
             return None, 0
-        wire = old.device if self.backend == "nccl" else torch.device("cpu")
-        got = _exchange(list(assign(needed, held, lambda key, *_: every[key].nbytes)), mine.tensors, every, wire)
-        found = Snapshot(options={name: each for _, options in cards for name, each in options.items()})
+        wire = held.device if self.backend == "nccl" else torch.device("cpu")
+        got = _exchange(list(assign(needed, holders, lambda key, *_: every[key].nbytes)), mine.tensors, every, wire)
+        del mine
+        tensors = held.to_host().tensors
+        found = Snapshot(options={name: each for _, options in metas for name, each in options.items()})
         for key in needed.get(dist.get_rank(), ()):
-            found.put(key, got[key] if key in got else mine.tensors[key])
+            found.put(key, got[key] if key in got else tensors[key])
         return found, sum(every[key].nbytes for key in got)
 
     def _belongs(self, key: str, layers: tuple[int, int]) -> bool:
@@ -410,33 +449,53 @@ class Elastic:
         return new
 
 
-class Meeting:
+class Rendezvous:
     """What the processes of one world leave for each other in the store, and a thread that answers the roll-call.
 
     Attributes
     ----------
     alarm
-        Set once a process has given up its step.
+        Set once a process has given up its step, or is known to have ended.
+    reason
+        Why.
+    aborted
+        Set before calls that wait are aborted: what they return is then worth nothing.
     """
 
     def __init__(
-        self, store: dist.Store | None, number: int, members: Devices, me: str, answer_s: float, timeout_s: float
+        self,
+        store: dist.Store | None,
+        number: int,
+        members: Devices,
+        me: str,
+        answer_s: float,
+        timeout_s: float,
+        abort: Callable[[], None] | None = None,
     ) -> None:
-        self.members, self.me, self.answer_s, self.timeout_s = members, me, answer_s, timeout_s
-        self.alarm, self.closed = threading.Event(), threading.Event()
+        self.members, self.me, self.answer_s, self.timeout_s, self.abort = members, me, answer_s, timeout_s, abort
+        self.alarm, self.aborted, self.closed = threading.Event(), threading.Event(), threading.Event()
+        self.reason = "other processes have given up the step"
         self.store: Any = None
         if store is not None:
             # Two connections: a call that waits for an answer holds up all others on the same one.
-            self.store, watched = (dist.PrefixStore(f"meeting {number}", store.clone()) for _ in range(2))
-            self.thread = threading.Thread(target=self._watch, args=(watched,), daemon=True)
+            mine, watched = store.clone(), store.clone()
+            self.losses = _Losses(mine)
+            self.store, other = (dist.PrefixStore(f"rendezvous {number}", each) for each in (mine, watched))
+            self.thread = threading.Thread(target=self._watch, args=(other, _Losses(watched)), daemon=True)
             self.thread.start()
 
-    def _watch(self, store: dist.Store) -> None:
+    def _watch(self, store: dist.Store, losses: _Losses) -> None:
         try:
             while not self.closed.wait(POLL_S):
-                if store.check(["alarm"]):
+                lost = losses.among(self.members)
+                if lost:
+                    self.reason = f"the process of {', '.join(lost)} has ended"
+                if lost or store.check(["alarm"]):
                     store.set(f"alive {self.me}", "")
                     self.alarm.set()
+                    if self.abort is not None:
+                        self.aborted.set()
+                        self.abort()
                     return
         except RuntimeError as error:
             logger.warning("the store does not answer, so lost processes would not be replaced: %s", error)
@@ -473,11 +532,12 @@ class Meeting:
                 break
             if stopped:
                 raise RankFailed(self.store.get("stopped").decode())
-            alive = [name for name in self.members if self._has(f"alive {name}")]
+            lost = self.losses.among(self.members)
+            expected = [name for name in self.members if name not in lost]
+            alive = [name for name in expected if self._has(f"alive {name}")]
             ready = [name for name in alive if self._has(f"ready {name}")]
             waited = time.monotonic() - begun
-            everyone = len(ready) == len(self.members)
-            if everyone or (waited > self.answer_s and ready == alive) or waited > self.timeout_s:
+            if ready == expected or (waited > self.answer_s and ready == alive) or waited > self.timeout_s:
                 self.decide(tuple(ready))
             time.sleep(POLL_S / 5)
         found: list[str] = json.loads(self.store.get("members"))
@@ -507,24 +567,91 @@ class Meeting:
             self.thread.join()
 
 
+def report_loss(store: dist.Store, name: str) -> None:
+    """Say that the process of a device has ended, in the store that is given to `Elastic`."""
+    store.set(f"loss {store.add('losses', 1)}", name)
+
+
+class _Losses:
+    """Devices whose process was seen to end, read as they are reported."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self.store, self.names = store, [""]
+
+    def among(self, members: Devices) -> list[str]:
+        """Those that are members."""
+        while self.store.check([f"loss {len(self.names)}"]):
+            self.names.append(self.store.get(f"loss {len(self.names)}").decode())
+        return [name for name in members if name in self.names]
+
+
+def _abort_nccl() -> None:
+    """Make calls of this process that wait in NCCL return.
+
+    Not by `_abort_process_group`: it takes the groups out of torch's books too, and the next call of the thread that
+    uses them would look like an error of the program.
+    """
+    try:
+        groups = list(dist.distributed_c10d._world.pg_names)
+        backend: Any = groups[0]._get_backend(torch.device("cuda"))
+        backend._group_start()  # all at once: one after the other they can wait for each other
+        for group in groups:
+            group.abort()
+        backend._group_end()
+    except (IndexError, RuntimeError, ValueError) as error:  # that thread may have begun to close them
+        logger.warning("groups could not be aborted: %s", error)
+
+
 # Steps
+
+
+class _Held:
+    """What a process has between two plans: its old trainer, and from `to_host` on only the state."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer: Trainer | None = trainer
+        self.devices, self.device = trainer.layout.devices, trainer.device
+        self.whole = not trainer.reducer.shard and all(stage.tp == 1 for stage in trainer.plan.stages)
+        self.step_index, self.committed = trainer.step_index, trainer.committed
+        self.kept = Snapshot()
+
+    def close(self) -> None:
+        """Close the groups of the trainer."""
+        if self.trainer is not None:
+            self.trainer.close()
+
+    def roll_forward(self, news: Mapping[str, dict[str, Any]]) -> None:
+        """Apply the step that any member knows to be committed, if this process has not."""
+        if not all(news.values()):
+            raise Disconnected("some members have gone on already")
+        if self.trainer is None or self.trainer.reducer.shard:
+            return  # done before; or parts of the update are with all owners: such a run goes back to the checkpoint
+        known = [each["commit"] for each in news.values() if each["commit"] is not None]
+        commits = {row[0]: Result(*row[1:]) for row in known}
+        whole = max([*(each["step"] for each in news.values()), *(index + 1 for index in commits)])
+        if self.step_index < whole:
+            assert self.step_index == whole - 1
+            self.trainer.apply(commits[self.step_index])
+            self.step_index, self.committed = self.trainer.step_index, self.trainer.committed
+
+    def snapshot(self) -> Snapshot:
+        """The state, where it is."""
+        return self.kept if self.trainer is None else state.snapshot(self.trainer)
+
+    def to_host(self) -> Snapshot:
+        """Keep the state in host memory, and nothing else: no gradients, and on a GPU nothing at all."""
+        if self.trainer is not None and self.whole:
+            found = state.snapshot(self.trainer)
+            self.kept = Snapshot(options=found.options)
+            for key, value in found.tensors.items():
+                self.kept.put(key, value.cpu())
+        self.trainer = None
+        gc.collect()  # hooks and what they belong to hold each other
+        return self.kept
 
 
 def _row(committed: tuple[int, Result] | None) -> list[Any] | None:
     return None if committed is None else [committed[0], committed[1].loss, committed[1].norm, committed[1].num_tokens]
-
-
-def _roll_forward(trainer: Trainer, news: Mapping[str, dict[str, Any]]) -> None:
-    """Apply the step that any member knows to be committed, if this process has not."""
-    if not all(news.values()):
-        raise Disconnected("some members have gone on already")
-    if trainer.reducer.shard:
-        return  # its parts of the update are with all owners; such a run goes back to the checkpoint
-    commits = {each["commit"][0]: Result(*each["commit"][1:]) for each in news.values() if each["commit"] is not None}
-    whole = max([*(each["step"] for each in news.values()), *(index + 1 for index in commits)])
-    if trainer.step_index < whole:
-        assert trainer.step_index == whole - 1
-        trainer.apply(commits[trainer.step_index])
 
 
 def _let_go(error: RuntimeError) -> RuntimeError:
@@ -539,7 +666,7 @@ def _let_go(error: RuntimeError) -> RuntimeError:
 
 
 @dataclass(frozen=True, slots=True)
-class _Card:
+class _TensorMeta:
     """A tensor that a process holds."""
 
     shape: tuple[int, ...]
@@ -548,37 +675,63 @@ class _Card:
     nbytes: int
 
     @classmethod
-    def of(cls, tensor: Tensor) -> _Card:
+    def of(cls, tensor: Tensor) -> _TensorMeta:
         return cls(tuple(tensor.shape), tensor.dtype, tensor.device.type, tensor.numel() * tensor.element_size())
 
 
 def _exchange(
-    moves: list[tuple[int, int | None, str]], mine: Mapping[str, Tensor], cards: Mapping[str, _Card], wire: torch.device
+    moves: list[tuple[int, int | None, str]],
+    mine: Mapping[str, Tensor],
+    metas: Mapping[str, _TensorMeta],
+    wire: torch.device,
 ) -> dict[str, Tensor]:
     """All transfers at once; returns the tensors that came to this process."""
     rank, works, got = dist.get_rank(), [], {}
     with communication():
         for tag, (who, giver, key) in enumerate(moves):
-            card = cards[key]
-            if not card.nbytes or rank not in (who, giver):
-                got |= {key: torch.empty(card.shape, dtype=card.dtype)} if rank == who else {}
+            meta = metas[key]
+            if not meta.nbytes or rank not in (who, giver):
+                got |= {key: torch.empty(meta.shape, dtype=meta.dtype)} if rank == who else {}
             elif rank == giver:
                 works.append((dist.isend(sent := _bytes(mine[key].to(wire)), who, tag=tag), sent))
             else:
-                got[key] = torch.empty(card.shape, dtype=card.dtype, device=wire)
+                got[key] = torch.empty(meta.shape, dtype=meta.dtype, device=wire)
                 works.append((dist.irecv(into := _bytes(got[key]), giver, tag=tag), into))
         for work, _ in works:
             work.wait()
-    return {key: value.to(cards[key].device) for key, value in got.items()}
+    return {key: value.to(metas[key].device) for key, value in got.items()}
 
 
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def _gathered(value: Any) -> list[Any]:
-    return state._gathered(None, value)
-
-
 def _on_first(action: Callable[[], Any]) -> Any:
     return state._on_first(None, action)
+
+
+def _searched(find: Callable[[], Any], timeout_s: float) -> Any:
+    """What the first process finds, on all. Meanwhile it tells the others again and again that it has not found it yet:
+    so their wait is not cut off by the timeout of one call, and they notice at once if it is lost."""
+    found: Future[Any] = Future()
+    begun = time.monotonic()
+
+    def search() -> None:
+        try:
+            found.set_result(find())
+        except BaseException as error:
+            found.set_exception(error)
+
+    def look() -> tuple[Any] | None:
+        try:
+            return (found.result(min(timeout_s / 4, 1.0)),)
+        except TimeoutError:
+            if time.monotonic() - begun > PLAN_S:
+                raise ValueError(f"none was found within {PLAN_S:g} s") from None
+            return None
+
+    if dist.get_rank() == 0:
+        threading.Thread(target=search, daemon=True).start()
+    while (answer := _on_first(look)) is None:
+        pass
+    return answer[0]

@@ -7,8 +7,10 @@ import os
 import re
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,15 +23,18 @@ from ranks import make_batch, make_model, make_plan, start
 from test_runtime import reference, relative
 
 from planner.plans import Infeasible, Plan
-from runtime import RankFailed, Trainer, execute, reduce, state
+from runtime import RankFailed, Trainer, execute, recover, reduce, state
 from runtime.groups import Disconnected
-from runtime.recover import Elastic, Meeting, Replan
+from runtime.recover import Elastic, Rendezvous, Replan, report_loss
 from runtime.torch_engine import _Stage as TorchStage
 
 TOLERANCE, STEPS, KILLED_AT = 1e-12, 4, 2
+SILENT_S = 4.0  # wait for an answer where nobody reports a death, so that the wait is the test's time
 SMALL = make_plan([([4, 6], 3), ([10], 3)])  # rank 1 runs layers 4 to 9 of pipeline 0; rank 2 has all layers too
 SMALL_LEFT = make_plan([([7, 3], 6)], order=[0, 2])  # rank 0 needs layers 4 to 6, which rank 2 has
 Kill = Callable[[Trainer], None]
+LAST_WORDS: list[Callable[[], None]] = []  # of this process
+RUN: list[Elastic] = []  # of this process
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -56,26 +61,35 @@ def train(
     tied: bool = False,
     trainer: dict[str, Any] | None = None,
     port: int | None = None,
+    silent: bool = False,
     **options: Any,
 ) -> Any:
     """Train with deaths; what is left of the run on this rank, or the error it ended with."""
     gc.freeze()  # what the fork brought along: no collection goes through it
-    first = []
+    made_before: list[weakref.ref[Trainer]] = []
 
     def make(new: Plan) -> Trainer:
+        assert all(each() is None for each in made_before), "two stages in memory"
         model = make_model(10, tied=tied)
         made = Trainer(new, model, optimizer=adamw, dtype=torch.float64, timeout_s=20.0, **(trainer or {}))
-        if not first and rank in kills:
+        if not made_before and rank in kills:
             kills[rank](made)
-        first.append(made)
+        made_before.append(weakref.ref(made))
         return made
 
     store = dist.FileStore(f"{folder}/store", -1) if port is None else dist.TCPStore("127.0.0.1", port)
+    LAST_WORDS[:] = [] if silent else [partial(report_loss, store, f"host:{rank}")]
     losses: dict[int, float] = {}
     try:
         with Elastic(
-            plan, make, batch(plan), replan=left, store=store, timeout_s=20.0, **{"answer_s": 1.5, **options}
+            plan,
+            make,
+            batch(plan),
+            replan=left,
+            store=store,
+            **{"timeout_s": 20.0, "answer_s": SILENT_S if silent else 20.0, **options},
         ) as run:
+            RUN[:] = [run]
             run.run(STEPS, lambda trainer, result, taken: losses.update({trainer.step_index: result.loss}))
             if run.trainer is None:
                 return "idle"
@@ -111,7 +125,10 @@ def goes_on(found: list[Any], *, lost: set[int], samples: int, tied: bool = Fals
 
 
 def die() -> None:
-    """Without a word, as on a loss of power."""
+    """Without a word to the others. The launcher of a run would see it; here it is the process itself that reports it,
+    unless the test is about a death that nobody sees, such as the loss of a machine."""
+    for say in LAST_WORDS:
+        say()
     os._exit(7)
 
 
@@ -180,7 +197,7 @@ def prepared(*plans: Plan) -> dict[frozenset[str], Plan]:
 @pytest.mark.parametrize("death", DEATHS)
 def test_a_run_goes_on_after_a_death(death: str, tmp_path: Path) -> None:
     """Killed at each kind of action: loss and weights of the others stay those of one process, within 1e-12."""
-    found = start(3, train, str(tmp_path), SMALL, prepared(SMALL_LEFT), {1: DEATHS[death]})
+    found = start(3, train, str(tmp_path), SMALL, prepared(SMALL_LEFT), {1: DEATHS[death]}, lost={1})
     (first,), (second,) = goes_on(found, lost={1}, samples=12)
     for recovery in (first, second):
         assert recovery.lost == ("host:1",)
@@ -211,16 +228,39 @@ def deaf(trainer: Trainer) -> None:
 def test_a_step_that_one_process_knows_committed_is_applied_by_all(tmp_path: Path) -> None:
     """Rank 2 has the result and applies it, rank 0 has not: it takes it from rank 2 and applies its own gradients."""
     kills = {0: deaf, 1: around(Trainer, "_commit", after=True)}
-    found = start(3, train, str(tmp_path), SMALL, prepared(SMALL_LEFT), kills)
+    found = start(3, train, str(tmp_path), SMALL, prepared(SMALL_LEFT), kills, lost={1})
     for (recovery,) in goes_on(found, lost={1}, samples=12):
         assert recovery.step_index == KILLED_AT + 1
+
+
+def aborted(trainer: Trainer) -> None:
+    """The commit is aborted while it waits: as with NCCL it may return like one that is done, with anything."""
+    commit = trainer._commit
+
+    def rubbish(*arguments: Any) -> Any:
+        result = commit(*arguments)
+        if trainer.step_index != KILLED_AT:
+            return result
+        RUN[0].rendezvous.aborted.set()
+        return replace(result, loss=1e9, norm=1e9)
+
+    trainer._commit = rubbish  # type: ignore[method-assign]
+
+
+def test_what_an_aborted_call_returns_does_not_count(tmp_path: Path) -> None:
+    """Rank 0 applies the step with what rank 2 says of it, not with what its own call left."""
+    kills = {0: aborted, 1: around(Trainer, "_commit", after=True)}
+    found = start(3, train, str(tmp_path), SMALL, prepared(SMALL_LEFT), kills, lost={1})
+    (first,), _ = goes_on(found, lost={1}, samples=12)
+    assert first.step_index == KILLED_AT + 1
+    assert first.failure.startswith("rank 0 (pipeline 0 stage 0) in step 2: ")
 
 
 def test_a_process_far_from_the_loss_goes_along(tmp_path: Path) -> None:
     """Five ranks of two pipelines, the middle one of the second dies; layers move between four, tied ones too."""
     plan = make_plan([([4, 6], 3), ([3, 3, 4], 3)], tied=True)
     left = make_plan([([6, 4], 4), ([4, 6], 2)], order=[1, 4, 2, 0], tied=True)
-    found = start(5, train, str(tmp_path), plan, prepared(left), {3: at_action("1B0")}, True)
+    found = start(5, train, str(tmp_path), plan, prepared(left), {3: at_action("1B0")}, True, lost={3})
     recoveries = goes_on(found, lost={3}, samples=12, tied=True)
     assert all(recovery.received_bytes > 0 for (recovery,) in recoveries[1:3])
 
@@ -233,10 +273,15 @@ def slow(trainer: Trainer) -> None:
 def test_a_process_that_computes_is_told(tmp_path: Path) -> None:
     """Rank 2 talks to nobody before its last backward pass; the alarm stops it at its next action."""
     kills = {1: at_action("1F0"), 2: slow}
-    _, (second,) = goes_on(start(3, train, str(tmp_path), SMALL, prepared(SMALL_LEFT), kills), lost={1}, samples=12)
-    assert re.fullmatch(
-        r"rank 2 \(pipeline 1 stage 0\) at 0[FB]\d: other processes have given up the step", second.failure
-    )
+    for silent, reason in (
+        (True, "other processes have given up the step"),
+        (False, "the process of host:1 has ended"),
+    ):
+        (tmp_path / str(silent)).mkdir()
+        work = partial(train, silent=silent)
+        found = start(3, work, str(tmp_path / str(silent)), SMALL, prepared(SMALL_LEFT), kills, lost={1})
+        _, (second,) = goes_on(found, lost={1}, samples=12)
+        assert re.fullmatch(rf"rank 2 \(pipeline 1 stage 0\) at 0[FB]\d: {reason}", second.failure)
 
 
 def test_several_losses(tmp_path: Path) -> None:
@@ -244,8 +289,9 @@ def test_several_losses(tmp_path: Path) -> None:
     plan = make_plan([([4, 6], 2), ([3, 7], 2), ([10], 2)])
     two = make_plan([([4, 6], 4), ([10], 2)], order=[0, 3, 4])
     three = make_plan([([2, 8], 6)], order=[3, 4])
-    kills = {1: at_action("1F1"), 2: at_action("0F1"), 0: second_trainer}
-    found = start(5, train, str(tmp_path), plan, prepared(two, three), kills)
+    begins = around(Trainer, "gradients", after=False)  # where neither hears of the other's end
+    kills = {1: begins, 2: begins, 0: second_trainer}
+    found = start(5, train, str(tmp_path), plan, prepared(two, three), kills, lost={0, 1, 2})
     for recoveries in goes_on(found, lost={0, 1, 2}, samples=12):
         assert [recovery.lost for recovery in recoveries] == [("host:0", "host:1", "host:2")]
         assert recoveries[0].step_index == KILLED_AT
@@ -260,7 +306,7 @@ def second_trainer(trainer: Trainer) -> None:
 def test_a_plan_may_leave_devices_out(tmp_path: Path) -> None:
     """Rank 2 gives rank 1 the layers that it lacks, and is done."""
     left = {frozenset({"host:1", "host:2"}): make_plan([([10], 6)], order=[1])}
-    found = start(3, train, str(tmp_path), SMALL, left, {0: at_action("0F1")})
+    found = start(3, train, str(tmp_path), SMALL, left, {0: at_action("0F1")}, lost={0})
     assert found[2] == "idle"
     ((recovery,),) = goes_on([None, found[1], None], lost={0, 2}, samples=12)
     assert recovery.lost == ("host:0",)
@@ -271,7 +317,7 @@ def test_the_torch_engine_recovers_too(tmp_path: Path) -> None:
     """Killed in the middle of a schedule that `torch.distributed.pipelining` plays."""
     kills = {1: around(TorchStage, "backward_one_chunk", after=False)}
     work = partial(train, trainer={"engine": "torch"})
-    found = start(3, work, str(tmp_path), SMALL, prepared(SMALL_LEFT), kills)
+    found = start(3, work, str(tmp_path), SMALL, prepared(SMALL_LEFT), kills, lost={1})
     goes_on(found, lost={1}, samples=12)
 
 
@@ -279,7 +325,7 @@ def test_a_death_while_the_others_save(tmp_path: Path) -> None:
     """What was begun is cleared up by the next save; the run goes on with the state in memory."""
     work = partial(train, checkpoint=tmp_path / "saved", every=1)
     kills = {1: around(state, "_sums", after=False)}
-    found = start(3, work, str(tmp_path), SMALL, prepared(SMALL_LEFT), kills)
+    found = start(3, work, str(tmp_path), SMALL, prepared(SMALL_LEFT), kills, lost={1})
     for (recovery,) in goes_on(found, lost={1}, samples=12):
         assert (recovery.source, recovery.step_index) == ("replicas", KILLED_AT)
     assert sorted(each.name for each in (tmp_path / "saved").iterdir()) == ["step-00000003", "step-00000004"]
@@ -304,6 +350,7 @@ def test_layers_that_nobody_holds_come_from_the_checkpoint(every: int, begins_at
         LINE,
         prepared(LINE_LEFT),
         {1: at_action("1B0")},
+        lost={1},
     )
     for (recovery,) in goes_on(found, lost={1}, samples=12):
         assert (recovery.source, recovery.step_index) == ("checkpoint", begins_at)
@@ -320,6 +367,7 @@ def test_sharded_optimizer_state_comes_from_the_checkpoint(tmp_path: Path) -> No
         SMALL,
         prepared(SMALL_LEFT),
         {1: around(Trainer, "_commit", after=True)},
+        lost={1},
     )
     for (recovery,) in goes_on(found, lost={1}, samples=12):
         assert (recovery.source, recovery.step_index) == ("checkpoint", KILLED_AT)
@@ -345,11 +393,11 @@ def test_a_run_that_cannot_go_on_says_why(tmp_path: Path) -> None:
         ),
     ):
         (tmp_path / name).mkdir()
-        first, _, third = start(3, train, str(tmp_path / name), LINE, left, {1: at_action("1B0")})
-        where = re.escape("rank 0 (pipeline 0 stage 0) at 0B0: no answer from rank 1 (pipeline 0 stage 1): ")
-        assert re.fullmatch(f"{where}.*; {re.escape(reason)}", first)
-        where = r"rank 2 \(pipeline 0 stage 2\) at 2F\d: (no answer from rank 1|other processes)"
-        assert re.match(where, third)
+        kills = {1: at_action("1B0")}
+        first, _, third = start(3, train, str(tmp_path / name), LINE, left, kills, lost={1})
+        noticed = r"(no answer from rank 1 \(pipeline 0 stage 1\): .*|the process of host:1 has ended)"
+        assert re.fullmatch(rf"rank 0 \(pipeline 0 stage 0\) at 0[FB]\d: {noticed}; {re.escape(reason)}", first)
+        assert re.match(r"rank 2 \(pipeline 0 stage 2\) at 2[FB]\d: ", third)
         assert third.endswith(reason)
 
 
@@ -359,7 +407,7 @@ def test_a_planner_that_finds_no_plan_ends_the_run(tmp_path: Path) -> None:
     def none(left: tuple[str, ...]) -> Plan:
         raise Infeasible(f"{len(left)} devices are too few", remedy="more devices")
 
-    first, _, third = start(3, train, str(tmp_path), SMALL, none, {1: at_action("1F1")})
+    first, _, third = start(3, train, str(tmp_path), SMALL, none, {1: at_action("1F1")}, lost={1})
     reason = "; no plan for the devices that are left: 2 devices are too few; cheapest change: more devices"
     assert first.endswith(reason) and third.endswith(reason)
 
@@ -367,16 +415,16 @@ def test_a_planner_that_finds_no_plan_ends_the_run(tmp_path: Path) -> None:
 def test_who_comes_too_late_is_told() -> None:
     """Two of three answer the roll-call, and go on; the third learns that they did."""
     store, members = dist.HashStore(), ("a", "b", "c")
-    here = [Meeting(store, 0, members, name, 0.3, 20.0) for name in "ab"]
+    here = [Rendezvous(store, 0, members, name, 3.0, 20.0) for name in "ab"]
     with ThreadPoolExecutor() as pool:
-        news = list(pool.map(lambda meeting: meeting.call_roll({"step": 3}), here))
+        news = list(pool.map(lambda each: each.call_roll({"step": 3}), here))
     assert news == [{"a": {"step": 3}, "b": {"step": 3}}] * 2
-    late = Meeting(store, 0, members, "c", 0.3, 20.0)
+    late = Rendezvous(store, 0, members, "c", 3.0, 20.0)
     with pytest.raises(RankFailed, match="c: the others went on without this process, which came too late"):
         late.call_roll({"step": 3})
-    for meeting in (*here, late):
-        assert meeting.alarm.wait(5.0)
-        meeting.close()
+    for each in (*here, late):
+        assert each.alarm.wait(5.0)
+        each.close()
 
 
 def test_without_a_way_to_plan_the_run_stops(tmp_path: Path) -> None:
@@ -388,12 +436,12 @@ def test_without_a_way_to_plan_the_run_stops(tmp_path: Path) -> None:
             Trainer(LINE, make_model(10), dtype=torch.float64, timeout_s=20.0) as trainer,
         ):
             if rank == 1:
-                trainer.on_action = lambda action: die() if str(action) == "1B1" else None
+                trainer.on_action = lambda action: os._exit(7) if str(action) == "1B1" else None
             inputs, targets = make_batch(12, 0)
             trainer.step(inputs, targets)
         return str(caught.value)
 
-    first, _, third = start(3, alone)
+    first, _, third = start(3, alone, lost={1})
     assert re.match(r"rank 0 \(pipeline 0 stage 0\) at 0B1: no answer from rank 1 \(pipeline 0 stage 1\): ", first)
     assert re.match(r"rank 2 \(pipeline 0 stage 2\) at 2[FB]\d: no answer from rank 1 \(pipeline 0 stage 1\): ", third)
 
@@ -438,5 +486,59 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
         out = train(rank, str(tmp_path), SMALL, prepared(SMALL_LEFT), kills, port=server.port)
         return dist.is_initialized(), threading.active_count(), isinstance(out, str)
 
-    assert start(3, work) == [(False, 1, False), None, (False, 1, False)]
+    assert start(3, work, lost={1}) == [(False, 1, False), None, (False, 1, False)]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_who_is_known_to_be_lost_is_not_waited_for() -> None:
+    """Two of three answer, the end of the third was reported: they go on at once, however long others may take."""
+    store, members = dist.HashStore(), ("a", "b", "c")
+    here = [Rendezvous(store, 7, members, name, 1000.0, 1000.0) for name in "ab"]
+    report_loss(store, "of an earlier world")
+    report_loss(store, "c")
+    for each in here:
+        assert each.alarm.wait(30.0)
+        assert each.reason == "the process of c has ended"
+    with ThreadPoolExecutor() as pool:
+        news = list(pool.map(lambda each: each.call_roll({}), here))
+    assert [sorted(each) for each in news] == [["a", "b"]] * 2
+    for each in here:
+        each.close()
+
+
+def test_a_new_plan_may_take_longer_than_a_call(tmp_path: Path) -> None:
+    """The search takes 6 s; a process that does not answer for 4 s counts as lost, but the planner says it is at it."""
+
+    def slowly(left: tuple[str, ...]) -> Plan:
+        time.sleep(6.0)
+        return SMALL_LEFT
+
+    work = partial(train, timeout_s=4.0)
+    found = start(3, work, str(tmp_path), SMALL, slowly, {1: at_action("1F1")}, lost={1})
+    for (recovery,) in goes_on(found, lost={1}, samples=12):
+        assert recovery.plan_s >= 6.0
+
+
+def test_a_planner_that_takes_too_long_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One error on all, and nobody waits for ever."""
+    monkeypatch.setattr(recover, "PLAN_S", 0.5)
+    release = threading.Event()
+
+    def never(left: tuple[str, ...]) -> Plan:
+        release.wait(50.0)
+        raise ValueError("too late")
+
+    first, _, third = start(3, train, str(tmp_path), SMALL, never, {1: at_action("1F1")}, lost={1})
+    reason = "; no plan for the devices that are left: none was found within 0.5 s"
+    assert first.endswith(reason) and third.endswith(reason)
+
+
+def test_a_world_that_is_not_the_plans_is_refused(tmp_path: Path) -> None:
+    """More processes than devices: the error of the trainer, on all of them."""
+
+    def work(rank: int) -> str:
+        with pytest.raises(ValueError) as caught:
+            train(rank, str(tmp_path), SMALL_LEFT, prepared(), {})
+        return str(caught.value)
+
+    assert start(3, work) == ["3 processes run, the plan needs one for each of its 2 devices"] * 3
