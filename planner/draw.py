@@ -17,7 +17,7 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -73,7 +73,7 @@ CATEGORY_COLOURS = {
     "workspace": "#CC79A7",
 }
 assert set(CATEGORY_COLOURS) == set(CATEGORIES)
-INK, FAINT, OVER, NODE = "#222222", "#8A8A8A", "#B2182B", "#F6F6F6"
+INK, FAINT, OVER, NODE, MEASURED = "#222222", "#8A8A8A", "#B2182B", "#F6F6F6", "#F2F2F2"
 BOLD = 1.16  # how much wider bold letters are
 DASHES = (0, (2, 1.2))
 BUSY = ((0.1, "#9E9E9E"), (0.3, "#E69F00"), (0.6, "#D55E00"), (float("inf"), "#7A0403"))  # busy share below, colour
@@ -94,6 +94,7 @@ def gantt(
     fold: bool = True,
     critical: bool = False,
     title: str | None = None,
+    measured: Timeline | None = None,
 ) -> Figure:
     """One lane per rank over time: compute, under it transfers and gradient sync; what is idle stays white.
 
@@ -106,14 +107,17 @@ def gantt(
     max_micro_batches
         Pipelines with more show fill, a steady stretch and drain, with break marks where time is left out.
     fold
-        Draw one of several equal pipelines, the one that ends last.
+        Draw one of several equal pipelines, the one that ends last (as measured, if it was).
     critical
         Frame the actions of the critical path.
     title
         Instead of what was played and how long it took.
+    measured
+        A run of the same lists, drawn in a lane of its own under each of the simulated ones; its bars are named
+        ``measured-p0-1B3``.
     """
     with _drawing(width):
-        return _figure(width, [_Gantt(timeline, plan, width, max_micro_batches, fold, critical, title)])
+        return _figure(width, [_Gantt(timeline, plan, width, max_micro_batches, fold, critical, title, measured)])
 
 
 def memory_bars(plan: Plan, *, width: float = WIDTH) -> Figure:
@@ -457,26 +461,33 @@ class _Gantt:
         fold: bool = True,
         critical: bool = False,
         title: str | None = None,
+        measured: Timeline | None = None,
     ) -> None:
         self.timeline, self.plan, self.critical, self.title = timeline, plan, critical, title
+        self.measured = measured
         if timeline.iteration_s <= 0:
             raise ValueError(f"timeline: an iteration of {timeline.iteration_s} s has nothing to draw")
-        self.groups = _groups(timeline, plan, fold)
+        self.total_s = timeline.iteration_s if measured is None else max(timeline.iteration_s, measured.iteration_s)
+        if measured is None:
+            self.groups = _groups(timeline, plan, fold)
+        else:
+            self.groups = [_doubled(group, timeline) for group in _groups(measured, plan, fold)]
         self.lanes = [lane for group in self.groups for lane in group.lanes]
         self.pitch = max(0.22, min(0.42, 9.0 / len(self.lanes)))  # inches of a lane
         self.tops = _tops(self.groups, self.pitch, self.HEADER)
         self.body = self.tops[-1] + self.pitch
-        self.labels = [_cut(_lane_label(lane, plan), 0.3 * width) for lane in self.lanes]
+        labels = ["measured" if self._is_measured(n) else _lane_label(lane, plan) for n, lane in enumerate(self.lanes)]
+        self.labels = [_cut(label, 0.3 * width) for label in labels]
         self.left = EDGE + max(map(_inches, self.labels)) + 0.15
         self.num_bars = sum(len(lane.events) + len(lane.transfers) for lane in self.lanes)
-        spans = _windows(self.lanes, timeline.iteration_s, max_micro_batches)
+        spans = _windows(self.lanes, self.total_s, max_micro_batches)
         self.windows = _side_by_side(spans, self.left, width - self.left - 0.25)
         self.top = self.TOP if len(self.windows) > 1 else self.TOP - 0.16  # without the names of the windows
         self.height = self.top + self.body + self.BOTTOM
 
     def paint(self, page: _Page, top: float) -> None:
         body_top = top + self.top
-        page.headline(top, _played(self.timeline, self.plan) if self.title is None else self.title)
+        page.headline(top, _played(self.timeline, self.plan, self.measured) if self.title is None else self.title)
         rows = [row for lane in self.lanes for row in (lane.events, lane.transfers, lane.reductions)]
         drawn = {event.action.kind for row in rows for event in row}
         entries = [(COLOURS[kind], name) for kind, name in KIND_NAMES.items() if kind in drawn]
@@ -485,8 +496,8 @@ class _Gantt:
         for n, window in enumerate(self.windows):
             axes = page.chart(window.left, body_top, window.width, self.body, gid=f"window-{n}")
             axes.set_xlim(window.start_s, window.end_s)
-            for lane, lane_top in zip(self.lanes, self.tops):
-                self._lane(axes, lane, lane_top, window)
+            for i in range(len(self.lanes)):
+                self._lane(axes, i, window)
             if self.critical:
                 self._critical_path(axes, window)
             self._time_axis(axes, window)
@@ -494,8 +505,12 @@ class _Gantt:
         for n, (one, other) in enumerate(pairwise(self.windows)):
             _break_mark(page, (one.left + one.width + other.left) / 2, body_top, self.body, f"break-{n}")
         middle = (self.left + self.windows[-1].left + self.windows[-1].width) / 2
-        unit = _time_unit(self.timeline.iteration_s)[1]
+        unit = _time_unit(self.total_s)[1]
         page.text(middle, body_top + self.body + 0.42, f"time ({unit})", ha="center")
+
+    def _is_measured(self, i: int) -> bool:
+        """Whether that lane is of the run: every other one."""
+        return self.measured is not None and i % 2 == 1
 
     def _names(self, page: _Page, body_top: float) -> None:
         points = min(8.0, 72 * self.pitch * 0.6)
@@ -506,7 +521,9 @@ class _Gantt:
                 if n == 0:
                     ground = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}  # over a break mark
                     page.text(EDGE, body_top + top - 0.08, group.title, 8.5, fontweight="bold", bbox=ground)
-                page.text(EDGE, body_top + top + 0.36 * self.pitch + 0.04, label, points)
+                style = {"ha": "right", "color": FAINT} if self.measured is not None and n % 2 else {}
+                left = self.left - 0.12 if style else EDGE
+                page.text(left, body_top + top + 0.36 * self.pitch + 0.04, label, points, **style)
 
     def _boxes(self, top: float) -> dict[Kind, tuple[float, float]]:
         """Top and height of the bars in a lane: compute, and under it sync behind sends and receives."""
@@ -522,8 +539,12 @@ class _Gantt:
         }
         return dict.fromkeys(Kind, compute) | others
 
-    def _lane(self, axes: Axes, lane: Lane, top: float, window: _Window) -> None:
-        bars, boxes = [], self._boxes(top)
+    def _lane(self, axes: Axes, i: int, window: _Window) -> None:
+        lane, top = self.lanes[i], self.tops[i]
+        bars, boxes, prefix = [], self._boxes(top), ""
+        if self._is_measured(i):
+            prefix = "measured-"
+            axes.axhspan(top, top + self.pitch, facecolor=MEASURED, edgecolor="none", zorder=0.4)
         rows = apart(lane.reductions)  # those of different blocks may run at once
         row_of = {event: n for n, row in enumerate(rows) for event in row}
         for event in (*lane.events, *lane.reductions, *lane.transfers):
@@ -533,7 +554,7 @@ class _Gantt:
             position, of = lane.stages.index(event.action.stage), len(lane.stages)
             colour = _lighter(COLOURS[kind], 0.55 * position / of)
             cut = event.start_s < window.start_s and window.start_s > 0
-            gid = f"p{lane.pipeline}-{event.action}" + ("-continued" if cut else "")
+            gid = f"{prefix}p{lane.pipeline}-{event.action}" + ("-continued" if cut else "")
             box = boxes[kind]
             if kind == Kind.REDUCE_GRAD:
                 box = box[0] + box[1] * row_of[event] / len(rows), box[1] / len(rows)
@@ -541,7 +562,7 @@ class _Gantt:
             if event.action.is_compute or kind == Kind.UPDATE:
                 self._number(axes, event, box, window)
         _bars(axes, bars, together=self.num_bars > MAX_BARS)
-        if lane is not self.lanes[-1]:
+        if i + 1 < len(self.lanes) and (self.measured is None or prefix):
             axes.axhline(top + 0.985 * self.pitch, color="#E2E2E2", linewidth=0.5, zorder=0.5)
 
     def _number(self, axes: Axes, event: Event, box: tuple[float, float], window: _Window) -> None:
@@ -557,7 +578,9 @@ class _Gantt:
         text.set_clip_on(True)
 
     def _critical_path(self, axes: Axes, window: _Window) -> None:
-        tops = {(lane.pipeline, s): top for lane, top in zip(self.lanes, self.tops) for s in lane.stages}
+        every = 1 if self.measured is None else 2  # the path is of what was played
+        lanes = list(zip(self.lanes, self.tops))[::every]
+        tops = {(lane.pipeline, s): top for lane, top in lanes for s in lane.stages}
         frame = {"fill": False, "edgecolor": "black", "linewidth": 1.4, "zorder": 5}
         for pipeline, event in self.timeline.critical_path:
             top = tops.get((pipeline, event.action.stage))
@@ -568,7 +591,7 @@ class _Gantt:
 
     def _time_axis(self, axes: Axes, window: _Window) -> None:
         """Round times, spaced alike in all windows; none whose label would reach across a break."""
-        unit, _ = _time_unit(self.timeline.iteration_s)
+        unit, _ = _time_unit(self.total_s)
         step = _round_up(0.75 / window.scale / unit)
         kept = []
         for at, label in _ticks(window.start_s, window.end_s, step, unit):
@@ -612,8 +635,18 @@ def _bars(axes: Axes, bars: Sequence[_Bar], together: bool) -> None:
         axes.add_artist(shape)
 
 
-def _played(timeline: Timeline, plan: Plan | None) -> str:
+def _doubled(group: _Group, simulated: Timeline) -> _Group:
+    """A group of measured lanes with the simulated one above each."""
+    pairs = [(simulated.lane(lane.pipeline, lane.stages[0]), lane) for lane in group.lanes]
+    return replace(group, lanes=tuple(lane for pair in pairs for lane in pair))
+
+
+def _played(timeline: Timeline, plan: Plan | None, measured: Timeline | None = None) -> str:
     played, bubble = f"{seconds(timeline.iteration_s)} per iteration", f"bubble {timeline.bubble_fraction:.1%}"
+    if measured is not None:
+        name = f"{plan.profile_name} on {plan.cluster_name}: " if plan is not None else ""
+        times = f"{seconds(measured.iteration_s)} measured, {seconds(timeline.iteration_s)} as played"
+        return f"{name}{times}; bubble {measured.bubble_fraction:.1%} and {timeline.bubble_fraction:.1%}"
     if plan is None:
         return f"{played}, {bubble}"
     planned = f"{seconds(plan.predicted.iteration_s)} as planned"

@@ -1,6 +1,6 @@
 """A timeline as a Chrome trace, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
-    pid     pipeline
+    pid     pipeline; of a run shown beside it, further on
     tid     rank: the stage, where a rank runs one. Above the ranks: rows for what a rank sends, receives and reduces;
             what overlaps stands in several rows, because events of one row must not overlap
     X       an action, named as the schedule prints it (``0F3``), with its layers, micro-batch and bytes
@@ -18,9 +18,9 @@ import gzip
 import json
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from planner import files
 from planner.draw import apart
@@ -52,6 +52,7 @@ def chrome(
     *,
     reductions: Sequence[Reduction] = (),
     source: str = "simulated",
+    measured: Timeline | None = None,
     max_events: int = 200_000,
 ) -> dict[str, Any]:
     """The trace as plain data.
@@ -64,6 +65,8 @@ def chrome(
         Those of the workload, by the index of their actions; of the plan's own workload if left out.
     source
         What made the timeline, shown beside the name of each pipeline: "simulated", "measured".
+    measured
+        A run of the same lists: one more process below that of each pipeline, its pid as many pipelines further on.
     max_events
         Events of all kinds but M; more are thinned out by whole micro-batches. Gradient sync and update always stay.
     """
@@ -74,18 +77,24 @@ def chrome(
 
         reductions = workload(plan).reductions
     facts = _Facts(plan=plan, reductions=tuple(reductions))
-    kept = _kept(timeline, max_events)
+    kept = _kept(timeline, max_events if measured is None else max_events // 2)
     events: list[dict[str, Any]] = []
     for p in dict.fromkeys(lane.pipeline for lane in timeline.lanes):
-        lanes = [lane for lane in timeline.lanes if lane.pipeline == p]
-        events += _pipeline(p, lanes, facts, kept.get(p), source)
+        if measured is None:
+            events += _pipeline(p, timeline, facts, kept.get(p), _Process(p, p, "", source))
+        else:
+            events += _pipeline(p, timeline, facts, kept.get(p), _Process(p, 2 * p, f", {source}", source))
+            run = _Process(p + len(timeline.pipelines_s), 2 * p + 1, ", measured", "measured")
+            # Its reductions are numbered as it launched them, which need not be as played.
+            events += _pipeline(p, measured, replace(facts, reductions=()), kept.get(p), run)
+    events = _paired(events)
     arrows: dict[tuple[int, str], int] = {}
     for event in events:
         if event["ph"] in "sf":  # Perfetto takes a number, or text only if it is hexadecimal
             event["id"] = arrows.setdefault((event["pid"], event["name"]), len(arrows) + 1)
     # Metadata first; at one time a slice before the arrows that begin or end in it.
     events.sort(key=lambda event: ("MCXsf".index(event["ph"]) > 0, event.get("ts", 0.0), "MCXsf".index(event["ph"])))
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": _other(timeline, plan, source, kept)}
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": _other(timeline, plan, source, kept, measured)}
 
 
 def save(trace: Mapping[str, Any], path: str | Path) -> None:
@@ -156,12 +165,23 @@ class _Facts:
 # Events.
 
 
+class _Process(NamedTuple):
+    """What a pipeline of one source is shown as."""
+
+    pid: int
+    position: int
+    suffix: str  # of its name
+    source: str
+
+
 def _pipeline(
-    p: int, lanes: Sequence[Lane], facts: _Facts, kept: Collection[int] | None, source: str
+    p: int, timeline: Timeline, facts: _Facts, kept: Collection[int] | None, process: _Process
 ) -> Iterator[dict[str, Any]]:
-    yield _metadata("process_name", p, 0, name=facts.pipeline_name(p))
-    yield _metadata("process_labels", p, 0, labels=source)
-    yield _metadata("process_sort_index", p, 0, sort_index=p)
+    pid = process.pid
+    lanes = [lane for lane in timeline.lanes if lane.pipeline == p]
+    yield _metadata("process_name", pid, 0, name=facts.pipeline_name(p) + process.suffix)
+    yield _metadata("process_labels", pid, 0, labels=process.source)
+    yield _metadata("process_sort_index", pid, 0, sort_index=process.position)
     free_tid = 1 + max(lane.rank for lane in lanes)
     position = 0
     for lane in lanes:
@@ -169,14 +189,14 @@ def _pipeline(
         for words, row in _rows(lane, kept):
             tid = lane.rank if words == "" else free_tid
             free_tid += words != ""
-            yield _metadata("thread_name", p, tid, name=name if words == "" else f"{name.split(',')[0]} {words}")
-            yield _metadata("thread_sort_index", p, tid, sort_index=position)
+            yield _metadata("thread_name", pid, tid, name=name if words == "" else f"{name.split(',')[0]} {words}")
+            yield _metadata("thread_sort_index", pid, tid, sort_index=position)
             position += 1
             for event in row:
-                yield _slice(p, tid, event, facts)
+                yield _slice(pid, tid, event, facts.args(p, event.action))
                 if event.action.kind in TRANSFERS:
-                    yield _arrow(p, tid, event)
-        yield from _memory(p, lane, name.split(",")[0], kept)
+                    yield _arrow(pid, tid, event)
+        yield from _memory(pid, lane, name.split(",")[0], kept)
 
 
 def _rows(lane: Lane, kept: Collection[int] | None) -> Iterator[tuple[str, list[Event]]]:
@@ -201,11 +221,17 @@ def _us(seconds: float) -> float:
     return round(seconds * 1e6, 3)
 
 
-def _metadata(what: str, p: int, tid: int, **args: Any) -> dict[str, Any]:
-    return {"name": what, "ph": "M", "pid": p, "tid": tid, "args": args}
+def _paired(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without the arrows of which a measured trace has one end alone."""
+    ends = Counter((event["pid"], event["name"]) for event in events if event["ph"] in "sf")
+    return [event for event in events if event["ph"] not in "sf" or ends[event["pid"], event["name"]] == 2]
 
 
-def _slice(p: int, tid: int, event: Event, facts: _Facts) -> dict[str, Any]:
+def _metadata(what: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
+    return {"name": what, "ph": "M", "pid": pid, "tid": tid, "args": args}
+
+
+def _slice(pid: int, tid: int, event: Event, args: dict[str, Any]) -> dict[str, Any]:
     start = _us(event.start_s)
     return {
         "name": str(event.action),
@@ -213,13 +239,13 @@ def _slice(p: int, tid: int, event: Event, facts: _Facts) -> dict[str, Any]:
         "ph": "X",
         "ts": start,
         "dur": round(_us(event.end_s) - start, 3),
-        "pid": p,
+        "pid": pid,
         "tid": tid,
-        "args": facts.args(p, event.action),
+        "args": args,
     }
 
 
-def _arrow(p: int, tid: int, event: Event) -> dict[str, Any]:
+def _arrow(pid: int, tid: int, event: Event) -> dict[str, Any]:
     """The end of the arrow at this send or receive; both have the name of the send, which is unique in a pipeline.
 
     Viewers tie an end to the slice it lies in: it begins with the send and ends a nanosecond before the receive does.
@@ -228,13 +254,13 @@ def _arrow(p: int, tid: int, event: Event) -> dict[str, Any]:
     sends = kind in SENDS
     sender = stage if sends else stage - 1 if kind == Kind.RECV_F else stage + 1
     name = f"{sender}{(kind if sends else Kind.SEND_F if kind == Kind.RECV_F else Kind.SEND_B).value}{index}"
-    end = {"name": name, "cat": "arrow", "pid": p, "tid": tid}
+    end = {"name": name, "cat": "arrow", "pid": pid, "tid": tid}
     if sends:
         return {**end, "ph": "s", "ts": _us(event.start_s)}
     return {**end, "ph": "f", "bp": "e", "ts": max(_us(event.start_s), round(_us(event.end_s) - 0.001, 3))}
 
 
-def _memory(p: int, lane: Lane, name: str, kept: Collection[int] | None) -> Iterator[dict[str, Any]]:
+def _memory(pid: int, lane: Lane, name: str, kept: Collection[int] | None) -> Iterator[dict[str, Any]]:
     """Bytes in use whenever they change; in a thinned trace only where an event that stayed begins or ends."""
     if lane.memory is None:
         return
@@ -246,7 +272,7 @@ def _memory(p: int, lane: Lane, name: str, kept: Collection[int] | None) -> Iter
                 "cat": "memory",
                 "ph": "C",
                 "ts": _us(at),
-                "pid": p,
+                "pid": pid,
                 "args": {"MiB": round(nbytes / MIB, 3)},
             }
 
@@ -288,8 +314,16 @@ def _chosen(cost: Mapping[int, int], depth: int, room: float) -> Iterator[int]:
         yield k
 
 
-def _other(timeline: Timeline, plan: Plan | None, source: str, kept: Mapping[int, Collection[int]]) -> dict[str, Any]:
+def _other(
+    timeline: Timeline,
+    plan: Plan | None,
+    source: str,
+    kept: Mapping[int, Collection[int]],
+    measured: Timeline | None,
+) -> dict[str, Any]:
     other: dict[str, Any] = {"source": source, "iteration_us": _us(timeline.iteration_s)}
+    if measured is not None:
+        other |= {"beside": "measured", "measured_us": _us(measured.iteration_s)}
     if plan is not None:
         made = plan.provenance
         other |= {"plan": plan.digest, "profile": made.profile, "cluster": made.cluster, "job": made.job}

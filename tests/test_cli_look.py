@@ -11,8 +11,8 @@ from xml.etree import ElementTree
 import pytest
 from test_plans import cluster, plan, profile
 
-from planner import cli, simulate
-from planner.plans import Plan
+from planner import cli, frameworks, simulate
+from planner.plans import Plan, seconds
 from planner.profile import ModelProfile
 
 
@@ -128,6 +128,68 @@ def test_compare_holds_a_run_against_its_plan(here: Path, capsys: pytest.Capture
     Path("run.csv").write_text("metric,value\niteration_s,fast\n")
     assert cli.main(["compare", "plan.json", "--measured", "run.csv"]) == 2
     assert "run.csv" in (err := capsys.readouterr().err) and "fast" in err
+
+
+def trace_of(schedule: str = "plan") -> str:
+    """What a run would write that goes as simulated; everything starts 2 ms late."""
+    timeline = simulate.simulate(plan(), cluster(), schedule=schedule)
+    rows = [
+        f"{lane.pipeline},{action},{start_s + 0.002:.9f},{end_s + 0.002:.9f}"
+        for lane in timeline.lanes
+        for action, start_s, end_s in (*lane.events, *lane.reductions)
+    ]
+    return "\n".join(["pipeline,action,start_s,end_s", *rows, ""])
+
+
+def test_compare_lays_a_trace_over_the_simulation(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Both tables, where time is lost, and the run in a picture, a page and a Perfetto trace."""
+    Path("run.csv").write_text(trace_of())
+    arguments = ["compare", "plan.json", "--measured", "run.csv", "--cluster", "cluster.yaml"]
+    out = printed(capsys, *arguments)
+    assert "late        the last backward ends 2.000 ms later than simulated" in out
+    assert "pauses of pipeline" in out and "before forwards: 2.000 ms, most at 0F0 (2.000 ms)" in out
+    files = ["a.svg", "a.png", "a.html", "a.json", "a.json.gz"]
+    assert printed(capsys, *arguments, *(word for name in files for word in ("-o", name))) == out
+    assert 'id="measured-p0-1B2"' in Path("a.svg").read_text()
+    assert "measured-p0-1B2" in (page := Path("a.html").read_text())
+    assert page.count("<svg") >= 4
+    assert Path("a.png").read_bytes().startswith(b"\x89PNG")
+    data = json.loads(Path("a.json").read_text())
+    assert json.loads(gzip.decompress(Path("a.json.gz").read_bytes())) == data
+    names = {e["args"]["name"] for e in data["traceEvents"] if e["name"] == "process_name"}
+    assert {"pipeline 0 (A), simulated", "pipeline 0 (A), measured"} <= names
+
+
+def test_compare_simulates_what_ran(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Under another schedule or framework the run is held against that; under the plan's it is refused in one line."""
+    Path("run.csv").write_text(trace_of("zero-bubble"))
+    arguments = ["compare", "plan.json", "--measured", "run.csv", "--cluster", "cluster.yaml"]
+    assert "2.000 ms later" in printed(capsys, *arguments, "--schedule", "zero-bubble")
+    assert cli.main(arguments) == 2
+    assert "run.csv: line " in (err := capsys.readouterr().err) and "if it ran another schedule" in err
+    Path("run.csv").write_text("metric,value\niteration_s,0.7\n")
+    played = frameworks.named("deepspeed").play(plan(), cluster()).iteration_s
+    out = printed(capsys, *arguments, "--framework", "deepspeed")
+    (row,) = [line for line in out.splitlines() if "iteration, played" in line]
+    assert seconds(played) in row
+    assert cli.main([*arguments[:-2], "--framework", "deepspeed"]) == 2
+    assert "needs --cluster" in capsys.readouterr().err
+
+
+def test_compare_refuses_what_it_cannot_show(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An output without a run or without a trace, and a suffix nobody reads: one line each, nothing written."""
+    Path("run.csv").write_text("metric,value\niteration_s,0.7\n")
+    for arguments, words in (
+        (["-o", "a.svg"], "--output: goes with --measured"),
+        (["--framework", "deepspeed"], "--framework: goes with --measured"),
+        (["--measured", "run.csv", "-o", "a.bmp"], "a.bmp: suffix '.bmp' is not among .png, .svg, .pdf, .html, .json"),
+        (["--measured", "run.csv", "-o", "a.svg"], "run.csv: no trace to show beside the simulation: no actions"),
+    ):
+        assert cli.main(["compare", "plan.json", *arguments]) == 2
+        captured = capsys.readouterr()
+        assert words in captured.err
+        assert not captured.out
+    assert not list(here.glob("a.*"))
 
 
 def test_a_framework_brings_its_own_order(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

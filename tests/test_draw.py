@@ -338,6 +338,36 @@ def test_the_critical_path_is_framed_on_request() -> None:
     assert not any(gid.startswith("critical") for gid in gids(draw.gantt(timeline)))
 
 
+def test_a_run_lies_under_its_simulation_on_one_axis() -> None:
+    """Each measured bar has its own times, below all of the simulated lane of its stage and above that of the next."""
+    lists = (schedule.one_f_one_b(2, 4), schedule.one_f_one_b(1, 6))
+    simulated, measured = played(*lists), played(*lists, slower=1.4)
+    figure = draw.gantt(simulated, measured=measured)
+    drawn = elements(figure)
+    edges = []
+    for one, other in zip(simulated.lanes, measured.lanes, strict=True):
+        for lane, prefix in ((one, ""), (other, "measured-")):
+            boxes = [box(drawn[f"{prefix}p{lane.pipeline}-{event.action}"]) for event in events(lane)]
+            for event, (left, _, right, _) in zip(events(lane), boxes, strict=True):
+                assert left == pytest.approx(point_at(figure, event.start_s), abs=0.01)
+                assert right == pytest.approx(point_at(figure, event.end_s), abs=0.01)
+            edges.append((min(each[1] for each in boxes), max(each[3] for each in boxes)))
+    assert all(above[1] < below[0] for above, below in pairwise(edges))
+    assert figure.axes[-1].get_xlim() == (0, measured.iteration_s)
+    assert words(figure).count("measured") == 3
+    assert any("ms measured, " in word for word in words(figure))
+
+
+def test_of_equal_pipelines_the_run_that_ends_last_is_drawn_beside_its_own_simulation() -> None:
+    """Alike as planned, pipeline 0 is slower as measured: both of its lanes are drawn, on its axis."""
+    lists = schedule.one_f_one_b(2, 4)
+    simulated = play(Workload(pipelines=((lists, works(2)), (lists, works(2)))))
+    measured = play(Workload(pipelines=((lists, works(2, slower=1.5)), (lists, works(2)))))
+    shown = {gid.rpartition("-")[0] for gid in gids(draw.gantt(simulated, made_plan(2, 2), measured=measured))}
+    assert {"p0", "measured-p0"} <= shown
+    assert not {"p1", "measured-p1"} & shown
+
+
 def test_very_many_bars_become_one_shape_per_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Above the limit a stage has one shape per kind, which covers just what its bars covered."""
     timeline = played(schedule.one_f_one_b(2, 6))
@@ -509,6 +539,7 @@ def picture(name: str, width: float = draw.WIDTH) -> Any:
     drawn = {
         "gantt": lambda: draw.gantt(timeline, plan, width=width),
         "long": lambda: draw.gantt(played(schedule.one_f_one_b(3, 60)), width=width),
+        "measured": lambda: draw.gantt(timeline, plan, width=width, measured=timeline),
         "bars": lambda: draw.memory_bars(plan, width=width),
         "time": lambda: draw.memory_over_time(timeline, plan, width=width),
         "map": lambda: draw.device_map(plan, width=width),
@@ -517,7 +548,7 @@ def picture(name: str, width: float = draw.WIDTH) -> Any:
     return drawn[name]()
 
 
-@pytest.mark.parametrize("name", ["gantt", "long", "bars", "time", "map", "overview"])
+@pytest.mark.parametrize("name", ["gantt", "long", "measured", "bars", "time", "map", "overview"])
 @pytest.mark.parametrize("width", [12.0, 6.5])
 def test_no_text_is_clipped_or_covers_another(name: str, width: float) -> None:
     """Every label lies inside the picture, and no two labels overlap, in a wide and in a narrow picture."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections import defaultdict
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -208,6 +209,46 @@ def test_the_source_is_named() -> None:
     assert labels == ["measured", "measured"]
 
 
+def test_a_run_stands_below_its_simulation() -> None:
+    """Pipelines 0 and 1 and their runs, 2 and 3: processes of their own, in turns, with both times beside."""
+    simulated, measured = two_pipelines(), played(schedule.one_f_one_b(2, 4), schedule.one_f_one_b(1, 6), slower=1.5)
+    data = trace.chrome(simulated, measured=measured)
+    facts = {what: {} for what in ("process_name", "process_sort_index", "process_labels")}
+    for event in of_kind(data, "M"):
+        facts.get(event["name"], {})[event["pid"]] = next(iter(event["args"].values()))
+    assert facts["process_name"] == {
+        0: "pipeline 0, simulated",
+        1: "pipeline 1, simulated",
+        2: "pipeline 0, measured",
+        3: "pipeline 1, measured",
+    }
+    order = facts["process_sort_index"]
+    assert sorted(order, key=order.__getitem__) == [0, 2, 1, 3]
+    assert facts["process_labels"] == {0: "simulated", 1: "simulated", 2: "measured", 3: "measured"}
+    alone, run = by_row(trace.chrome(simulated)), by_row(trace.chrome(measured, source="measured"))
+    found = by_row(data)
+    assert {row: events for row, events in found.items() if row[0] < 2} == alone
+    timed = [{(p + 2, tid): [(e["name"], e["ts"]) for e in row] for (p, tid), row in run.items()}]
+    assert [{row: [(e["name"], e["ts"]) for e in each] for row, each in found.items() if row[0] >= 2}] == timed
+    assert data["otherData"]["measured_us"] == pytest.approx(1e6 * measured.iteration_s, abs=0.001)
+    starts, ends = (sorted(event["id"] for event in of_kind(data, ph)) for ph in "sf")
+    assert starts == ends == list(range(1, len(starts) + 1))
+
+
+def test_a_transfer_of_which_one_end_is_known_has_no_arrow() -> None:
+    """A measured receive without its send, or the other way round, is a slice alone."""
+    timeline = played(schedule.one_f_one_b(2, 2))
+    lanes = tuple(
+        replace(lane, transfers=tuple(e for e in lane.transfers if e.action != Action(0, Kind.SEND_F, 1)))
+        for lane in timeline.lanes
+    )
+    data = trace.chrome(timeline, measured=replace(timeline, lanes=lanes))
+    assert "1RECV_F1" in {event["name"] for event in of_kind(data, "X") if event["pid"] == 1}
+    for ph in "sf":
+        assert len([event for event in of_kind(data, ph) if event["pid"] == 0]) == 4
+        assert len([event for event in of_kind(data, ph) if event["pid"] == 1]) == 3
+
+
 # Too many events.
 
 
@@ -251,6 +292,15 @@ def test_a_trace_below_the_cap_is_whole() -> None:
     assert "sampled" not in data["otherData"]
     with pytest.raises(ValueError, match="max_events: 0 is not at least 1"):
         trace.chrome(two_pipelines(), max_events=0)
+
+
+def test_a_cap_is_shared_with_the_run() -> None:
+    """The same micro-batches of both stay, together no more events than asked for."""
+    timeline = played(schedule.one_f_one_b(4, 200))
+    data = trace.chrome(timeline, measured=timeline, max_events=1500)
+    assert 700 < len([event for event in data["traceEvents"] if event["ph"] != "M"]) <= 1500
+    kept = [{e["name"] for e in of_kind(data, "X") if e["pid"] == pid} for pid in (0, 1)]
+    assert kept[0] == kept[1]
 
 
 def test_the_smallest_cap_keeps_first_and_last() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from planner.cluster import Cluster
 from planner.plans import Plan, grouped, inclusive, places, seconds, size, table, wrapped
 
 if TYPE_CHECKING:
+    from planner.measured import Comparison
     from planner.schedule import Schedule
     from planner.simulate import Idle, Lane, Timeline
 
@@ -42,13 +43,24 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     compare = commands.add_parser("compare", help="say why one plan beats others, or how a run differs from its plan")
     compare.set_defaults(run=_compare)
     compare.add_argument("plans", nargs="+", metavar="PLAN")
-    compare.add_argument("--cluster", metavar="CLUSTER", help="links and shared network ports, to play the plans on")
+    _played_as(compare)
     compare.add_argument("--measured", metavar="RUN.csv", help="a run of the one plan, to hold against it")
-    compare.add_argument("--framework", metavar="NAME", help="what ran it: deepspeed, megatron, torch")
+    compare.add_argument(
+        "-o",
+        "--output",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="the run under its simulation: png, svg, pdf, html, or json and json.gz for Perfetto; may be given again",
+    )
 
 
 def _playing(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", metavar="PLAN")
+    _played_as(parser)
+
+
+def _played_as(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cluster", metavar="CLUSTER", help="tells which devices share nodes and network ports")
     parser.add_argument(
         "--schedule",
@@ -63,21 +75,26 @@ def _playing(parser: argparse.ArgumentParser) -> None:
 
 
 def _played(options: argparse.Namespace) -> tuple[Plan, Cluster | None, Timeline]:
-    from planner import simulate
-
     plan = Plan.load(options.plan)
     cluster = _cluster(options, [plan])
+    timeline = _timeline(options, plan, cluster)
+    if not timeline.iteration_s:
+        raise ValueError(f"{options.plan}: no stage takes any time, there is nothing to show")
+    return plan, cluster, timeline
+
+
+def _timeline(options: argparse.Namespace, plan: Plan, cluster: Cluster | None) -> Timeline:
+    """The plan played as the options of `_played_as` say."""
+    from planner import simulate
+
     if options.framework is not None:
         from planner import frameworks
 
         if cluster is None or options.schedule != "plan" or options.blocking:
             raise ValueError("--framework: brings its own order of actions, and needs --cluster for its hand-overs")
-        return plan, cluster, frameworks.named(options.framework).play(plan, cluster)
+        return frameworks.named(options.framework).play(plan, cluster)
     schedule = _schedule(options.schedule, plan)
-    timeline = simulate.simulate(plan, cluster, schedule=schedule, blocking=options.blocking)
-    if not timeline.iteration_s:
-        raise ValueError(f"{options.plan}: no stage takes any time, there is nothing to show")
-    return plan, cluster, timeline
+    return simulate.simulate(plan, cluster, schedule=schedule, blocking=options.blocking)
 
 
 def _cluster(options: argparse.Namespace, plans: Sequence[Plan]) -> Cluster | None:
@@ -218,14 +235,19 @@ def _figure(what: str, plan: Plan, cluster: Cluster | None, timeline: Timeline) 
 
 
 def write_report(
-    path: Path, plans: Sequence[Plan], timelines: Sequence[Timeline], cluster: Cluster | None, profile: Any = None
+    path: Path,
+    plans: Sequence[Plan],
+    timelines: Sequence[Timeline],
+    cluster: Cluster | None,
+    profile: Any = None,
+    instead: Mapping[str, str] | None = None,
 ) -> None:
-    """One self-contained page on the first plan, with the others beside it."""
+    """One self-contained page on the first plan, with the others beside it; `instead`: SVG for some of its pictures."""
     from planner import draw, page
 
     names = [name for name in PICTURES if name != "overview"]
     pictures = {name: draw.render(_figure(name, plans[0], cluster, timelines[0]), "svg").decode() for name in names}
-    files.write(path, page.report(plans, timelines, cluster, profile, pictures))
+    files.write(path, page.report(plans, timelines, cluster, profile, pictures | dict(instead or {})))
 
 
 def _trace(options: argparse.Namespace) -> int:
@@ -241,20 +263,52 @@ def _trace(options: argparse.Namespace) -> int:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    from planner import page, simulate
+    from planner import page
 
+    if options.measured is None:
+        for name in ("framework", "output"):
+            if getattr(options, name):
+                raise ValueError(f"--{name}: goes with --measured, the run to hold against the plan")
     plans = [Plan.load(path) for path in options.plans]
     cluster = _cluster(options, plans)
     if options.measured is not None:
         if len(plans) > 1:
             raise ValueError(f"--measured: a run of one plan is held against it, {len(plans)} plans are given")
-        from planner import frameworks, measured
-
-        framework = frameworks.named(options.framework) if options.framework is not None else None
-        print(measured.comparison_text(plans[0], measured.load(options.measured), cluster, framework))
-        return 0
-    if options.framework is not None:
-        raise ValueError("--framework: goes with --measured, to play the plan as what ran it")
-    timelines = [simulate.simulate(plan, cluster) for plan in plans]
+        return _compare_run(options, plans[0], cluster)
+    timelines = [_timeline(options, plan, cluster) for plan in plans]
     print(page.comparison_text(page.compare(plans, options.plans, timelines)))
     return 0
+
+
+def _compare_run(options: argparse.Namespace, plan: Plan, cluster: Cluster | None) -> int:
+    from planner import draw, measured, trace
+
+    suffixes = (*draw.SUFFIXES, ".html", *trace.SUFFIXES)
+    for path in options.output:
+        if not path.lower().endswith(suffixes):
+            raise ValueError(f"{path}: suffix {Path(path).suffix!r} is not among {', '.join(suffixes)}")
+    run = measured.load(options.measured)
+    comparison = measured.compare(plan, run, _timeline(options, plan, cluster))
+    if options.output and comparison.measured is None:
+        raise ValueError(f"{options.measured}: no trace to show beside the simulation: {comparison.incomplete}")
+    print(measured.comparison_text(comparison))
+    for path in options.output:
+        _write_comparison(Path(path), comparison, cluster)
+        print(f"wrote {path}", file=sys.stderr)
+    return 0
+
+
+def _write_comparison(path: Path, comparison: Comparison, cluster: Cluster | None) -> None:
+    """The run under its simulation, in the form that the suffix says."""
+    from planner import draw, trace
+
+    plan, simulated = comparison.plan, comparison.simulated
+    if path.name.lower().endswith(trace.SUFFIXES):
+        trace.save(trace.chrome(simulated, plan, measured=comparison.measured), path)
+        return
+    figure = draw.gantt(simulated, plan, measured=comparison.measured)
+    if path.suffix.lower() == ".html":
+        picture = {"gantt": draw.render(figure, "svg").decode()}
+        write_report(path, [plan], [simulated], cluster, instead=picture)
+    else:
+        draw.save(figure, path)
