@@ -59,7 +59,7 @@ class _Message:
         return all(work.is_completed() for work in self.works)
 
 
-class Wire:
+class Channel:
     """Transfers between a process and one neighbouring stage.
 
     Both stages' tp ranks hold whole activations. Each process receives from one of the other stage's, and sends to
@@ -127,14 +127,14 @@ class Executor:
         model: Model,
         actions: Sequence[Action],
         reducer: Reducer,
-        wires: tuple[Wire | None, Wire | None],
+        channels: tuple[Channel | None, Channel | None],
         boundaries: tuple[Boundary, Boundary],
         device: torch.device,
     ) -> None:
         self.layout, self.place, self.stage, self.model = layout, place, stage, model
         self.actions = [action for action in actions if action.kind in (Kind.F, Kind.B)]
         self.reducer, self.device = reducer, device
-        self.before, self.after = wires
+        self.before, self.after = channels
         self.arrives, self.leaves = boundaries
         self.on_action: Callable[[Action], None] | None = None
 
@@ -160,7 +160,8 @@ class Executor:
             if action.kind == Kind.F:
                 x = inputs[k] if self.before is None else flow.arrived(action)
                 began = clock.now()
-                held[k] = x, self._forward(x, None if self.after is not None else targets[k], scale, loss)
+                with communication(flow.in_layers(action), computing=True):
+                    held[k] = x, self._forward(x, None if self.after is not None else targets[k], scale, loss)
                 clock.keep(action, began, clock.now())
                 if self.after is not None:
                     flow.send(action, [tensor.detach() for tensor in held[k][1]])
@@ -170,7 +171,8 @@ class Executor:
                 x, y = held.pop(k)
                 if action == last:
                     self.reducer.arm()
-                self._backward(y, gradient)
+                with communication(flow.in_layers(action), computing=True):
+                    self._backward(y, gradient)
                 clock.keep(action, began, clock.now())
                 if self.before is not None:
                     flow.send(action, [_gradient(tensor) for tensor in x])
@@ -207,7 +209,7 @@ class Executor:
 class _Direction:
     """The receives of one direction: where from, what, those still to post, how many actions have begun."""
 
-    wire: Wire
+    channel: Channel
     boundary: Boundary
     actions: deque[Action]
     begun: int = 0
@@ -222,12 +224,12 @@ class _Flow:
         self.sends: deque[tuple[Action, Any, _Message]] = deque()
         self.waiting: dict[Action, _Message] = {}
         self.directions = {
-            kind: _Direction(wire, boundary, deque(action for action in executor.actions if action.kind == kind))
-            for kind, wire, boundary in (
+            kind: _Direction(channel, boundary, deque(action for action in executor.actions if action.kind == kind))
+            for kind, channel, boundary in (
                 (Kind.F, executor.before, executor.arrives),
                 (Kind.B, executor.after, executor.leaves),
             )
-            if wire is not None
+            if channel is not None
         }
 
     def post(self, action: Action) -> None:
@@ -236,14 +238,14 @@ class _Flow:
             way.begun += action.kind == kind
             while way.actions and way.posted < way.begun + AHEAD:
                 later = way.actions.popleft()
-                with communication(self._waiting(action, way.wire.source)):
-                    self.waiting[later] = way.wire.receive(way.boundary, _index(later), kind == Kind.B)
+                with communication(self._waiting(action, way.channel.source)):
+                    self.waiting[later] = way.channel.receive(way.boundary, _index(later), kind == Kind.B)
                 way.posted += 1
 
     def arrived(self, action: Action) -> Tensors:
         """The tensors an action needs, once they are here."""
         message, began = self.waiting.pop(action), self.clock.now()
-        with communication(self._waiting(action, self.directions[action.kind].wire.source)):
+        with communication(self._waiting(action, self.directions[action.kind].channel.source)):
             message.wait()
         kind = Kind.RECV_F if action.kind == Kind.F else Kind.RECV_B
         self.clock.keep(action._replace(kind=kind), began, self.clock.now())
@@ -256,10 +258,10 @@ class _Flow:
 
     def send(self, action: Action, tensors: Sequence[Tensor | None]) -> None:
         """Start to hand over what an action made, and let go of what has gone."""
-        wire, began = self._onward(action), self.clock.now()
+        channel, began = self._onward(action), self.clock.now()
         whole = [None if tensor is None else tensor.contiguous() for tensor in tensors]
-        with communication(self._waiting(action, *wire.targets)):
-            message = wire.send(whole, _index(action), action.kind == Kind.B)
+        with communication(self._waiting(action, *channel.targets)):
+            message = channel.send(whole, _index(action), action.kind == Kind.B)
         self.sends.append((action, began, message))
         while self.sends and self.sends[0][-1].done:
             self._end(*self.sends.popleft())
@@ -275,26 +277,34 @@ class _Flow:
         kind = Kind.SEND_F if action.kind == Kind.F else Kind.SEND_B
         self.clock.keep(action._replace(kind=kind), began, self.clock.now())
 
-    def _onward(self, action: Action) -> Wire:
-        wire = self.executor.after if action.kind == Kind.F else self.executor.before
-        assert wire is not None
-        return wire
+    def _onward(self, action: Action) -> Channel:
+        channel = self.executor.after if action.kind == Kind.F else self.executor.before
+        assert channel is not None
+        return channel
+
+    def in_layers(self, action: Action) -> str:
+        """What an error says of layers that communicate by themselves, over their tp group."""
+        place = self.executor.place
+        others = [rank for rank in self.executor.layout.unit(place.pipeline, place.stage) if rank != place.rank]
+        return self._waiting(action, *others)
 
     def _waiting(self, action: Action, *ranks: int) -> str:
         peers = " or ".join(str(self.executor.layout.places[rank]) for rank in ranks)
         return f"{self.executor.place} at {action}: no answer from {peers}"
 
 
-def wires(layout: Layout, place: Place, groups: Groups, device: torch.device) -> tuple[Wire | None, Wire | None]:
+def channels(
+    layout: Layout, place: Place, groups: Groups, device: torch.device
+) -> tuple[Channel | None, Channel | None]:
     """To the stage before and the stage after."""
-    found: list[Wire | None] = []
+    found: list[Channel | None] = []
     for other in (place.stage - 1, place.stage + 1):
         if not 0 <= other < len(layout.pipeline(place).stages):
             found.append(None)
             continue
         mine, theirs = layout.unit(place.pipeline, place.stage), layout.unit(place.pipeline, other)
         targets = [rank for t, rank in enumerate(theirs) if t % len(mine) == place.tp_rank]
-        found.append(Wire(place.rank, theirs[place.tp_rank % len(theirs)], targets, groups, device))
+        found.append(Channel(place.rank, theirs[place.tp_rank % len(theirs)], targets, groups, device))
     return found[0], found[1]
 
 
@@ -318,7 +328,7 @@ def _pair_group(groups: Groups, sender: int, receiver: int) -> Any:
 
 
 def agree(
-    place: Place, stage: Stage, sample: Tensors | None, to: tuple[Wire | None, Wire | None]
+    place: Place, stage: Stage, sample: Tensors | None, to: tuple[Channel | None, Channel | None]
 ) -> tuple[Boundary, Boundary]:
     """Shapes of what arrives and leaves, worked out once along the pipeline with one micro-batch, before any step.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -29,19 +29,23 @@ class Disconnected(RuntimeError):
 
 
 @contextmanager
-def communication(doing: str = "") -> Iterator[None]:
+def communication(doing: str = "", *, computing: bool = False) -> Iterator[None]:
     """Errors of the network as `Disconnected`, so that they are not mistaken for errors of the model.
 
     Parameters
     ----------
     doing
         Who does what with whom: if given the errors are `RankFailed`, beginning with it.
+    computing
+        Code of the model runs in it: what does not look like an error of the network is left as it is.
     """
     try:
         yield
     except RankFailed:
         raise
     except RuntimeError as error:
+        if computing and not (isinstance(error, dist.DistError) or "/gloo/" in str(error)):
+            raise
         text = re.sub(r"^\[\S+\] ", "", " ".join(str(error).split()))  # without gloo's place in its source
         text = text.partition(" This is typically")[0][:300]
         raise (RankFailed(f"{doing}: {text}") if doing else Disconnected(text)) from None
@@ -53,6 +57,22 @@ def gathered(group: Any, value: T) -> list[T]:
     with communication():
         dist.all_gather_object(found, value, group=group)
     return found
+
+
+def on_first(group: Any, action: Callable[[], T]) -> T:
+    """What the first process finds or does; its error is everyone's."""
+    found: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            found[0] = action()
+        except (ValueError, OSError) as error:
+            found[1] = str(error)
+    with communication():
+        dist.broadcast_object_list(found, src=0, group=group)
+    if found[1] is not None:
+        raise ValueError(found[1])
+    result: T = found[0]
+    return result
 
 
 class Groups:

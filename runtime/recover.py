@@ -48,7 +48,7 @@ from planner.plans import Plan
 from planner.replan import assign
 from planner.schedule import Action
 from runtime import state
-from runtime.groups import Disconnected, RankFailed, communication, gathered
+from runtime.groups import Disconnected, RankFailed, communication, gathered, on_first
 from runtime.layout import Layout
 from runtime.state import Snapshot
 from runtime.trainer import TIMEOUT_S, Result, Trainer
@@ -262,7 +262,7 @@ class Elastic:
     def _resume(self, trainer: Trainer) -> bool:
         """State from the checkpoint, if there is one; otherwise as built, which is that of step 0."""
         folder = self.checkpoint
-        if folder is None or not _on_first(lambda: bool(state.steps(folder))):
+        if folder is None or not on_first(None, lambda: bool(state.steps(folder))):
             return False
         state.load(trainer, folder)
         return True
@@ -706,10 +706,6 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def _on_first(action: Callable[[], Any]) -> Any:
-    return state._on_first(None, action)
-
-
 def _searched(find: Callable[[], Any], timeout_s: float) -> Any:
     """What the first process finds, on all. Meanwhile it tells the others again and again that it has not found it yet:
     so their wait is not cut off by the timeout of one call, and they notice at once if it is lost."""
@@ -732,6 +728,6 @@ def _searched(find: Callable[[], Any], timeout_s: float) -> Any:
 
     if dist.get_rank() == 0:
         threading.Thread(target=search, daemon=True).start()
-    while (answer := _on_first(look)) is None:
+    while (answer := on_first(None, look)) is None:
         pass
     return answer[0]

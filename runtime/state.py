@@ -19,7 +19,7 @@ import pickle
 import re
 import shutil
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,8 +33,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from planner.files import MAPPING, Document
-from runtime.groups import communication
-from runtime.groups import gathered as _gathered
+from runtime.groups import communication, gathered, on_first
 from runtime.reduce import Bucket, local
 
 if TYPE_CHECKING:
@@ -292,9 +291,9 @@ def save(trainer: Trainer, folder: str | Path, *, extra: Any = None, keep: int =
     path = Path(folder) / f"step-{trainer.step_index:08d}"
     temporary = path.with_name(f".{path.name}.tmp")
     group = _world(trainer)
-    _on_first(group, lambda: _make_empty(temporary))
+    on_first(group, lambda: _make_empty(temporary))
     state = snapshot(trainer)
-    options = _gathered(group, state.options)
+    options = gathered(group, state.options)
     entries: dict[str, Any] = dict(state.tensors)
     if dist.get_rank() == 0:
         entries["rest"] = {name: each for part in options for name, each in part.items()}, extra
@@ -305,7 +304,7 @@ def save(trainer: Trainer, folder: str | Path, *, extra: Any = None, keep: int =
             planner=dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
             process_group=group,
         )
-    files = [each for part in _gathered(group, _sums(temporary)) for each in part]
+    files = [each for part in gathered(group, _sums(temporary)) for each in part]
     header = Header(
         step=trainer.step_index,
         num_layers=trainer.model.num_layers,
@@ -323,7 +322,7 @@ def save(trainer: Trainer, folder: str | Path, *, extra: Any = None, keep: int =
         for old in steps(folder)[: -max(keep, 1)]:
             shutil.rmtree(old)
 
-    _on_first(group, publish)
+    on_first(group, publish)
     return path
 
 
@@ -346,7 +345,7 @@ def load(trainer: Trainer, path: str | Path) -> Any:
         If there is none, it is damaged, or of another model or optimizer; then nothing was changed.
     """
     group = _world(trainer)
-    path, header = _on_first(group, lambda: _opened(Path(path), trainer))
+    path, header = on_first(group, lambda: _opened(Path(path), trainer))
     _agree(group, _damage(path, header))
     with _disk(path, "damaged"):
         metadata = dcp.FileSystemReader(path).read_metadata()
@@ -480,22 +479,6 @@ def _world(trainer: Trainer) -> Any:
 
 def _agree(group: Any, problem: str | None) -> None:
     """One process's problem stops all, with the same words."""
-    for each in _gathered(group, problem):
+    for each in gathered(group, problem):
         if each is not None:
             raise ValueError(each)
-
-
-def _on_first(group: Any, action: Callable[[], T]) -> T:
-    """What the first process finds or does; its error is everyone's."""
-    found: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            found[0] = action()
-        except (ValueError, OSError) as error:
-            found[1] = str(error)
-    with communication():
-        dist.broadcast_object_list(found, src=0, group=group)
-    if found[1] is not None:
-        raise ValueError(found[1])
-    result: T = found[0]
-    return result

@@ -68,7 +68,10 @@ class _Stage(PipelineStage):  # type: ignore[misc]
         """Note when an action ran; errors of the model are not those of the network."""
         self.action, began = Action(self.stage_index, kind, chunk), self.clock.now()
         try:
-            yield
+            with communication(f"{self.place} at {self.action}: no answer in its layers", computing=True):
+                yield
+        except RankFailed:
+            raise
         except RuntimeError as error:
             raise _ModelFailed(error) from None
         self.clock.keep(self.action, began, self.clock.now())

@@ -265,15 +265,15 @@ class Trainer:
         return DeviceMesh.from_group(self.groups.of(unit), self.device.type)
 
     def _executor(self, sample: Tensors | None) -> Any:
-        wires = execute.wires(self.layout, self.place, self.groups, self.device)
-        boundaries = execute.agree(self.place, self.stage, sample, wires)
+        channels = execute.channels(self.layout, self.place, self.groups, self.device)
+        boundaries = execute.agree(self.place, self.stage, sample, channels)
         actions = self.schedule.ranks[self.place.stage]
         if self.engine == "torch":
             from runtime.torch_engine import TorchEngine
 
             return TorchEngine(self, self.schedule, boundaries, sample)
         return Executor(
-            self.layout, self.place, self.stage, self.model, actions, self.reducer, wires, boundaries, self.device
+            self.layout, self.place, self.stage, self.model, actions, self.reducer, channels, boundaries, self.device
         )
 
     def _during(self, what: str) -> str:

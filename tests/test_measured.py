@@ -284,6 +284,7 @@ def test_the_simulation_itself_drifts_nowhere(unlike: Plan, kinds: tuple[Kind, .
         ("p0_2B0", "2B0", "computing", "backward of pipeline 0 stage 2: 50.00 ms, most at 2B0 (50.00 ms)"),
         ("p1_0F4", "0F4", "computing", "forward of pipeline 1 stage 0: 50.00 ms, most at 0F4 (50.00 ms)"),
         ("before_p0_0F1", "0F1", "pause", "pauses of pipeline 0 stage 0 before forwards: 50.00 ms, most at 0F1"),
+        ("before_p0_1B2", "1B2", "pause", "pauses of pipeline 0 stage 1 before backwards: 50.00 ms, most at 1B2"),
         ("p0_2RECV_F1", "2F1", "hand-over", "activations on their way to pipeline 0 stage 2: "),
         ("p0_0RECV_B4", "0B4", "hand-over", "gradients on their way to pipeline 0 stage 0: 50.00 ms, most at 0B4"),
     ],
@@ -302,6 +303,29 @@ def test_one_delay_is_found_where_it_arises(unlike: Plan, slow: str, place: str,
     named = [line for line in text.splitlines() if f"{place}, {why} +" in line]
     assert len(named) == 1
     assert named[0].split()[:2] == [str(lost[0].pipeline), str(lost[0].action.stage)]
+
+
+def test_begin_end_and_idle_stand_beside_the_simulated_ones(plan: Plan) -> None:
+    """Free hand-overs, F = 20 and B = 40 ms; measured, 1F0 takes 10 ms more, which moves all but the first forwards.
+
+    Simulated 0F0 0-20, 0F1 20-40, 0B0 80-120, 0B1 140-180: of 180 ms it is idle for 60. 1F0 20-40, then without a
+    break to 140. Measured, stage 0 ends at 190 and is idle for 70; stage 1 computes from 20 to 150.
+    """
+    free = [tuple(replace(stage, send_s=0.0) for stage in each.stages) for each in plan.pipelines]
+    free_plan = replace(plan, pipelines=(replace(plan.pipelines[0], stages=free[0]),))
+    run = Run(actions=slowed(free_plan, p0_1F0=0.010))
+    figures = measured.compare(free_plan, run, simulate(free_plan)).figures
+    found = {(each.what, each.stage): (each.predicted, each.measured) for each in figures if each.stage is not None}
+    for place, expected in {
+        ("first forward", 0): (0, 0),
+        ("last backward", 0): (0.180, 0.190),
+        ("idle", 0): (0.060, 0.070),
+        ("first forward", 1): (0.020, 0.020),
+        ("last backward", 1): (0.140, 0.150),
+        ("idle", 1): (0, 0),
+        ("forward", 1): (0.020, 0.025),
+    }.items():
+        assert found[place] == pytest.approx(expected, abs=1e-9), place
 
 
 def test_what_is_lost_explains_how_late_the_end_is(unlike: Plan) -> None:

@@ -20,7 +20,7 @@ import torch
 import torch._dynamo  # an optimizer imports it; once here rather than in every rank
 import torch.distributed as dist
 from ranks import make_batch, make_model, make_plan, start
-from test_runtime import reference, relative
+from test_runtime import reference, relative, sharded_model
 
 from planner.plans import Infeasible, Plan
 from runtime import RankFailed, Trainer, execute, recover, reduce, state
@@ -178,8 +178,8 @@ def in_update(trainer: Trainer) -> None:
 DEATHS: dict[str, Kill] = {
     "F": at_action("1F1"),
     "B": at_action("1B2"),
-    "a receive pending": around(execute.Wire, "receive", after=True),
-    "a send pending": around(execute.Wire, "send", after=True),
+    "a receive pending": around(execute.Channel, "receive", after=True),
+    "a send pending": around(execute.Channel, "send", after=True),
     "a reduction not begun": around(reduce.Reducer, "_launch", after=False),
     "a reduction pending": around(reduce.Reducer, "_launch", after=True),
     "commit not begun": around(Trainer, "_commit", after=False),
@@ -319,6 +319,43 @@ def test_the_torch_engine_recovers_too(tmp_path: Path) -> None:
     work = partial(train, trainer={"engine": "torch"})
     found = start(3, work, str(tmp_path), SMALL, prepared(SMALL_LEFT), kills, lost={1})
     goes_on(found, lost={1}, samples=12)
+
+
+@pytest.mark.parametrize("action", ["0F1", "0B1"])
+def test_shards_of_a_tp_group_come_from_the_checkpoint(action: str, tmp_path: Path) -> None:
+    """One of two tp groups of two loses a rank; its partner, which waits for it inside a layer, notices, and is left
+    without work. The other group goes back to the checkpoint, as no process holds whole weights."""
+    plan = make_plan([([6], 3), ([6], 3)], tp=2)
+    left = {frozenset({"host:0", "host:1", "host:2"}): make_plan([([6], 6)], tp=2)}
+    model = sharded_model()
+
+    def work(rank: int, folder: str, kills: dict[int, Kill]) -> Any:
+        losses: dict[int, float] = {}
+
+        def make(new: Plan) -> Trainer:
+            made = Trainer(new, model, optimizer=adamw, dtype=torch.float64, timeout_s=20.0)
+            if new is plan and rank in kills:
+                kills[rank](made)
+            return made
+
+        store = dist.FileStore(f"{folder}/store", -1)
+        with Elastic(
+            plan, make, batch(plan), replan=left, store=store, checkpoint=f"{folder}/saved", every=1
+        ) as run:
+            run.run(STEPS, lambda trainer, result, taken: losses.update({trainer.step_index: result.loss}))
+            return losses, [(each.source, each.step_index, each.failure) for each in run.recoveries]
+
+    for name in ("whole", "killed"):
+        (tmp_path / name).mkdir()
+    (expected, none), *_ = start(4, work, str(tmp_path / "whole"), {})
+    assert none == [] and len(expected) == STEPS
+    found = start(4, work, str(tmp_path / "killed"), {3: at_action(action)}, lost={3})
+    for losses, recoveries in found[:2]:
+        assert losses == pytest.approx(expected, rel=1e-10)
+        ((source, step, failure),) = recoveries
+        assert (source, step) == ("checkpoint", KILLED_AT)
+        assert re.match(r"rank [01] \(pipeline 0 stage 0( tp rank 1)?\) ", failure)
+    assert len(found[2][0]) == KILLED_AT and found[2][1] == []
 
 
 def test_a_death_while_the_others_save(tmp_path: Path) -> None:
