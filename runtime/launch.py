@@ -13,7 +13,9 @@ run; the others get time to say what they noticed. Ctrl-C and SIGTERM end all pr
 itself is killed outright, they train on as long as none is lost.
 
 Exit codes: 0 if the run was finished, by all or by those who were left; else that of the process that failed first,
-which is 1 if a signal ended it; 128 + N if signal N ended the launcher.
+which is 1 if a signal ended it; 128 + N if signal N ended the launcher. On several machines a launcher answers for its
+own processes: if all of them are lost before the others finish, it ends with their code. That with the store waits for
+the other launchers, and for those that say nothing any more no longer than half a minute.
 """
 
 from __future__ import annotations

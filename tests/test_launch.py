@@ -22,6 +22,7 @@ import factories
 import pytest
 import torch
 import torch._dynamo  # an optimizer imports it; once here rather than in every rank
+import torch.distributed as dist
 from ranks import make_plan, start
 from test_runtime import reference
 
@@ -405,6 +406,25 @@ def test_every_machine_has_its_launcher(replannable: Path) -> None:
     assert second[0] == 1
     assert second[2].endswith("runtime.launch: the process of b:0 was ended by SIGKILL\n")
     assert left_of(f"LAUNCHED={replannable}") == []
+
+
+def test_the_store_outlives_the_other_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One is done at once, one is silent from the start, one beats for 3 s and is done: the wait is for that one."""
+    monkeypatch.setattr(launch, "SILENT_S", 2.5)
+    store = dist.HashStore()
+    store.set("launcher done done", "")
+
+    def beats() -> None:
+        for _ in range(30):
+            store.add("launcher busy", 1)
+            time.sleep(0.1)
+        store.set("launcher busy done", "")
+
+    thread = threading.Thread(target=beats)
+    thread.start()
+    launch._outlive(store, ["done", "silent", "busy"])
+    assert store.check(["launcher busy done"])
+    thread.join()
 
 
 STUBBORN = """
