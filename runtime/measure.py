@@ -392,11 +392,11 @@ def count(stack: Stack, data: Data, device: torch.device | None = None) -> list[
     device
         That the stack is on; its allocator is asked where it is a GPU.
     """
-    on_gpu = device is not None and device.type == "cuda"
-    if on_gpu:  # libraries take their workspaces at the first call of a kind, and hold them
+    gpu = device if device is not None and device.type == "cuda" else None
+    if gpu is not None:  # libraries take their workspaces at the first call of a kind, and hold them
         stack.play(data, _unprobed)
     kept, logits = _kept(stack, data)
-    meter = _CudaMeter(device) if on_gpu else Meter()
+    meter = Meter() if gpu is None else _CudaMeter(gpu)
     used = _Used(stack, meter)
     with stack.fake or nullcontext(), meter:
         stack.backward(stack.forward(data, used), used)

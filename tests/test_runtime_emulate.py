@@ -159,7 +159,8 @@ def test_the_loss_is_a_part_of_the_last_layer(clock: Clock) -> None:
     stage = Stage(make_model(2), (0, 2))
     around = pace(stage, *stated(2)).around(loss)
     inputs, targets = make_batch(2, 0)
-    found = []
+    found, entered = [], []
+    stage.layers["1"].register_forward_pre_hook(lambda *_: entered.append(clock.now))
     for _ in range(40):
         began = clock.now
         value = around(stage(inputs), targets)
@@ -169,6 +170,7 @@ def test_the_loss_is_a_part_of_the_last_layer(clock: Clock) -> None:
     # the first pass knows nothing of the loss, the second 0.3 x 5 = 1.5 ms of it
     assert found[:2] == [pytest.approx((0.025, 0.040)), pytest.approx((0.0235, 0.040))]
     assert found[-1] == pytest.approx((0.020, 0.040), abs=1e-5)
+    assert entered[-1] - began == pytest.approx(0.010)  # nothing is taken from the layer before
 
 
 def test_layers_really_sleep() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import re
 import threading
@@ -450,11 +451,14 @@ def test_a_planner_that_finds_no_plan_ends_the_run(tmp_path: Path) -> None:
 def test_who_comes_too_late_is_told() -> None:
     """Two of three answer the roll-call, and go on; the third learns that they did."""
     store, members = dist.HashStore(), ("a", "b", "c")
-    here = [Rendezvous(store, 0, members, name, 3.0, 20.0) for name in "ab"]
+    here = [Rendezvous(store, 0, members, name, 0.0, 20.0) for name in "ab"]
+    for each in here:  # both are there before either looks around
+        each.store.set(f"alive {each.me}", "")
+        each.store.set(f"ready {each.me}", json.dumps({"step": 3}))
     with ThreadPoolExecutor() as pool:
         news = list(pool.map(lambda each: each.call_roll({"step": 3}), here))
     assert news == [{"a": {"step": 3}, "b": {"step": 3}}] * 2
-    late = Rendezvous(store, 0, members, "c", 3.0, 20.0)
+    late = Rendezvous(store, 0, members, "c", 0.0, 20.0)
     with pytest.raises(RankFailed, match="c: the others went on without this process, which came too late"):
         late.call_roll({"step": 3})
     for each in (*here, late):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from importlib import import_module
 from pathlib import Path
@@ -47,7 +48,10 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def _positive(text: str) -> int:
-    number = int(text)
+    try:
+        number = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is less than 1")
     return number
@@ -55,9 +59,12 @@ def _positive(text: str) -> int:
 
 def _sizes(text: str) -> tuple[int, ...]:
     try:
-        return tuple(_positive(part) for part in text.split(","))
+        sizes = tuple(int(part) for part in text.split(","))
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of sizes such as 1,2,4") from None
+    if min(sizes) < 1:
+        raise argparse.ArgumentTypeError(f"{min(sizes)} is less than 1")
+    return sizes
 
 
 def _measure(options: argparse.Namespace) -> int:
@@ -66,6 +73,9 @@ def _measure(options: argparse.Namespace) -> int:
     if len(given) != 1:
         got = " and ".join(given) or "nothing"
         raise ValueError(f"measure: {got} given, expected exactly one of {', '.join(asked)}")
+    idle = [name for name in ("ranks", "memory", "burst") if getattr(options, name) and not options.links]
+    if idle:
+        raise ValueError(f"--{idle[0]}: has no effect without --links")
     output = Path(options.output)
     if output.suffix.lower() not in files.SUFFIXES:
         raise ValueError(f"--output: {output} ends in none of {', '.join(files.SUFFIXES)}")
@@ -169,15 +179,16 @@ def _write(profile: ModelProfile, path: str) -> None:
 
 def _links(options: argparse.Namespace) -> int:
     links, torch = import_module("runtime.links"), import_module("torch")
+    if options.memory is not None and not 0 < options.memory < math.inf:
+        raise ValueError(f"--memory: {options.memory:g}, expected GiB above 0")
     common = {
         "device_type": options.device,
         "memory_bytes": None if options.memory is None else round(options.memory * 2**30),
         "name": Path(options.output).stem,
         "burst_bytes": options.burst,
     }
-    if options.memory is not None and not options.memory > 0:
-        raise ValueError(f"--memory: {options.memory:g}, expected GiB above 0")
     if options.ranks is not None:
+        links.check(options.ranks, burst_bytes=options.burst)
         found = import_module("runtime.emulate").start(options.ranks, _cluster, common, limit_s=600.0)[0]
         _write_cluster(found, options.output)
         return 0
@@ -243,5 +254,3 @@ class _Group:
     def __exit__(self, *_: object) -> None:
         if self.tp != 1:
             import_module("torch.distributed").destroy_process_group()
-
-
