@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from planner.schedule import Action, Kind
+from planner.schedule import Action, Kind, Schedule
 from runtime.clock import Clock
 from runtime.groups import Groups, communication
 from runtime.layout import Layout, Place
@@ -37,10 +37,28 @@ class Shape(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> Shape:
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.is_floating_point())
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.is_floating_point() or tensor.is_complex())
 
 
 Boundary = tuple[Shape, ...]
+
+
+def boundary(place: Place, out: Any) -> Boundary:
+    """Of what a stage returns."""
+    for each in as_tuple(out):
+        if not isinstance(each, Tensor):
+            raise ValueError(f"{place}: hands over a {type(each).__name__}, expected a tensor or a tuple of tensors")
+    return tuple(Shape.of(tensor) for tensor in as_tuple(out))
+
+
+def check(place: Place, out: Any, agreed: Boundary) -> None:
+    """Refuse to hand over what the next stage does not expect."""
+    found = boundary(place, out)
+    if found != agreed:
+        raise ValueError(
+            f"{place}: hands over {_words(found)}, agreed at load was {_words(agreed)}; shapes may not change between"
+            " micro-batches or steps"
+        )
 
 
 @dataclass(slots=True)
@@ -53,10 +71,6 @@ class _Message:
     def wait(self) -> None:
         for work in self.works:
             work.wait()
-
-    @property
-    def done(self) -> bool:
-        return all(work.is_completed() for work in self.works)
 
 
 class Channel:
@@ -76,6 +90,7 @@ class Channel:
 
     def __init__(self, rank: int, source: int, targets: Sequence[int], groups: Groups, device: torch.device) -> None:
         self.source, self.targets, self.device = source, tuple(targets), device
+        self.group = groups.world
         self.inward = _pair_group(groups, source, rank)
         self.outward = [_pair_group(groups, rank, target) for target in targets]
 
@@ -112,9 +127,9 @@ class Executor:
 
     Parameters
     ----------
-    actions
-        This process's list. F and B are played, as written; transfers, reductions and update have their place after
-        what they need, and are found there without being listed.
+    schedule
+        Of the pipeline. F and B of this stage are played as written; transfers, reductions and update have their place
+        after what they need, and are found there without being listed.
     arrives, leaves
         What the stage takes from the one before and hands to the one after; empty at the ends of the pipeline.
     """
@@ -125,14 +140,15 @@ class Executor:
         place: Place,
         stage: Stage,
         model: Model,
-        actions: Sequence[Action],
+        schedule: Schedule,
         reducer: Reducer,
         channels: tuple[Channel | None, Channel | None],
         boundaries: tuple[Boundary, Boundary],
         device: torch.device,
     ) -> None:
         self.layout, self.place, self.stage, self.model = layout, place, stage, model
-        self.actions = [action for action in actions if action.kind in (Kind.F, Kind.B)]
+        self.schedule = schedule
+        self.actions = [action for action in schedule.ranks[place.stage] if action.kind in (Kind.F, Kind.B)]
         self.reducer, self.device = reducer, device
         self.before, self.after = channels
         self.arrives, self.leaves = boundaries
@@ -181,16 +197,10 @@ class Executor:
         return loss
 
     def _forward(self, x: Tensors, targets: Any, scale: float, loss: Tensor) -> Tensors:
-        y = self.stage(*x)
+        y = self.stage(*views(x))
         if self.after is not None:
-            y = as_tuple(y)
-            shapes = tuple(Shape.of(tensor) for tensor in y)
-            if shapes != self.leaves:
-                raise ValueError(
-                    f"{self.place}: hands over {_words(shapes)}, agreed at load was {_words(self.leaves)}; shapes may"
-                    " not change between micro-batches or steps"
-                )
-            return y
+            check(self.place, y, self.leaves)
+            return as_tuple(y)
         out = self.model.loss(y, targets) * scale
         loss += out.detach()
         return (out,)
@@ -217,11 +227,21 @@ class _Direction:
 
 
 class _Flow:
-    """Messages of one step: receives posted ahead in the order of the actions, sends kept until they are gone."""
+    """Messages of one step: receives posted ahead in the order of the actions, sends kept until they are gone.
+
+    gloo does not say that a send is done unless one waits for it. But what arrives tells how far the other stage is in
+    its list: whatever it has received by then is let go of.
+    """
 
     def __init__(self, executor: Executor, clock: Clock) -> None:
         self.executor, self.clock = executor, clock
-        self.sends: deque[tuple[Action, Any, _Message]] = deque()
+        self.sends: list[tuple[Action, Any, _Message]] = []
+        self.progress = {  # when, in its list, a neighbour runs each action
+            action: n
+            for s in (executor.place.stage - 1, executor.place.stage + 1)
+            if 0 <= s < len(executor.schedule.ranks)
+            for n, action in enumerate(executor.schedule.ranks[s])
+        }
         self.waiting: dict[Action, _Message] = {}
         self.directions = {
             kind: _Direction(channel, boundary, deque(action for action in executor.actions if action.kind == kind))
@@ -249,6 +269,7 @@ class _Flow:
             message.wait()
         kind = Kind.RECV_F if action.kind == Kind.F else Kind.RECV_B
         self.clock.keep(action._replace(kind=kind), began, self.clock.now())
+        self._let_go(self._neighbour(action, backwards=action.kind == Kind.F))
         if action.kind == Kind.B:
             return tuple(message.tensors)  # type: ignore[arg-type]  # None where no gradient flows
         for tensor, shape in zip(message.tensors, self.executor.arrives, strict=True):
@@ -257,19 +278,35 @@ class _Flow:
         return tuple(message.tensors)  # type: ignore[arg-type]
 
     def send(self, action: Action, tensors: Sequence[Tensor | None]) -> None:
-        """Start to hand over what an action made, and let go of what has gone."""
+        """Start to hand over what an action made."""
         channel, began = self._onward(action), self.clock.now()
         whole = [None if tensor is None else tensor.contiguous() for tensor in tensors]
         with communication(self._waiting(action, *channel.targets)):
             message = channel.send(whole, _index(action), action.kind == Kind.B)
         self.sends.append((action, began, message))
-        while self.sends and self.sends[0][-1].done:
-            self._end(*self.sends.popleft())
 
     def finish(self) -> None:
         """Wait for the last sends."""
-        while self.sends:
-            self._end(*self.sends.popleft())
+        for each in self.sends:
+            self._end(*each)
+        self.sends.clear()
+
+    def _let_go(self, reached: Action) -> None:
+        """Of what a neighbour has received if it ran an action."""
+        left = []
+        for each in self.sends:
+            action = each[0]
+            user = self._neighbour(action, backwards=action.kind == Kind.B)
+            if user.stage == reached.stage and self.progress[user] <= self.progress[reached]:
+                self._end(*each)
+            else:
+                left.append(each)
+        self.sends = left
+
+    @staticmethod
+    def _neighbour(action: Action, *, backwards: bool) -> Action:
+        """The same pass of the same micro-batch on the stage before or after."""
+        return action._replace(stage=action.stage - 1 if backwards else action.stage + 1)
 
     def _end(self, action: Action, began: Any, message: _Message) -> None:
         with communication(self._waiting(action, *self._onward(action).targets)):
@@ -323,7 +360,7 @@ def create_pairs(layout: Layout, groups: Groups) -> None:
 
 def _pair_group(groups: Groups, sender: int, receiver: int) -> Any:
     if dist.get_backend() != "nccl":
-        return None
+        return groups.world
     return groups.of((min(sender, receiver), max(sender, receiver)), "up" if sender < receiver else "down")
 
 
@@ -342,18 +379,18 @@ def agree(
     if before is not None:
         found: list[Any] = [None]
         with communication(f"{place} before its first step: no shapes from rank {before.source}"):
-            dist.recv_object_list(found, src=before.source)
+            dist.recv_object_list(found, src=before.source, group=before.group)
         arrives = found[0]
         sample = tuple(torch.zeros(shape.size, dtype=shape.dtype, device=before.device) for shape in arrives)
     if after is None:
         return arrives, ()
     assert sample is not None
-    leaves = tuple(Shape.of(tensor) for tensor in outputs(stage, sample))
+    leaves = boundary(place, outputs(stage, sample))
     if len(leaves) > TAGS_PER_MESSAGE:
         raise ValueError(f"{place}: hands over {len(leaves)} tensors, at most {TAGS_PER_MESSAGE} are supported")
     for target in after.targets:
         with communication(f"{place} before its first step: shapes not taken by rank {target}"):
-            dist.send_object_list([leaves], dst=target)
+            dist.send_object_list([leaves], dst=target, group=after.group)
     return arrives, leaves
 
 
@@ -368,9 +405,14 @@ def _index(action: Action) -> int:
 
 
 def _gradient(tensor: Tensor) -> Tensor | None:
-    if not tensor.is_floating_point():
+    if not Shape.of(tensor).differentiable:
         return None
     return tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
+
+
+def views(tensors: Tensors) -> Tensors:
+    """What layers may work on in place, though gradients are asked of it."""
+    return tuple(tensor.view_as(tensor) if tensor.requires_grad else tensor for tensor in tensors)
 
 
 def _words(shapes: Boundary) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from planner.files import did_you_mean
-from runtime.model import Model, Tensors, Weight, as_tuple
+from runtime.model import Model, Tensors, as_tuple
 
 Source = Tensor | Sequence[Tensor] | Callable[..., Any]
 
@@ -129,7 +128,7 @@ def as_model(value: Any) -> Model:
     for l, layer in enumerate(layers):
         if not isinstance(layer, nn.Module):
             raise ValueError(f"model: layer {l} is {what(layer)}, expected an nn.Module")
-    return Model.of(layers, tied=_tied(layers))
+    return Model.of(layers)
 
 
 def _built_by(layer: Callable[[int], nn.Module], num_layers: Any) -> Model:
@@ -151,24 +150,6 @@ def _expected(value: Any) -> str:
         "expected an nn.Sequential, a list of modules, a pair of a function that builds layer l and the number of"
         " layers, or a runtime.Model"
     )
-
-
-def _tied(layers: Sequence[nn.Module]) -> tuple[Weight, Weight] | None:
-    """The parameter that two layers share, if there is one."""
-    holders: dict[int, dict[int, str]] = defaultdict(dict)
-    for l, layer in enumerate(layers):
-        for name, parameter in layer.named_parameters():
-            holders[id(parameter)].setdefault(l, name)
-    shared = [held for held in holders.values() if len(held) > 1]
-    if not shared:
-        return None
-    if len(shared) > 1 or len(shared[0]) > 2:
-        some = ", ".join(f"{name!r} of layer {l}" for l, name in shared[0].items())
-        raise ValueError(
-            f"model: layers share {len(shared)} parameters ({some}); a plan can hold one that two layers share"
-        )
-    first, second = shared[0].items()
-    return first, second
 
 
 def batches(inputs: Source, targets: Any = None) -> Callable[[int], Data]:

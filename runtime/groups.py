@@ -24,8 +24,8 @@ class RankFailed(RuntimeError):
     """A process failed, or a peer does not answer: says who, where, and at which action."""
 
 
-class Disconnected(RuntimeError):
-    """A transfer or a collective failed underneath; turned into `RankFailed` where the action is known."""
+class Disconnected(RankFailed):
+    """A transfer or a collective failed where no action is known."""
 
 
 @contextmanager
@@ -41,9 +41,9 @@ def communication(doing: str = "", *, computing: bool = False) -> Iterator[None]
     """
     try:
         yield
-    except RankFailed:
-        raise
     except RuntimeError as error:
+        if isinstance(error, RankFailed) and not isinstance(error, Disconnected):
+            raise
         if computing and not (isinstance(error, dist.DistError) or "/gloo/" in str(error)):
             raise
         text = re.sub(r"^\[\S+\] ", "", " ".join(str(error).split()))  # without gloo's place in its source
@@ -51,11 +51,20 @@ def communication(doing: str = "", *, computing: bool = False) -> Iterator[None]
         raise (RankFailed(f"{doing}: {text}") if doing else Disconnected(text)) from None
 
 
-def gathered(group: Any, value: T) -> list[T]:
-    """Everyone's value, by rank; a collective over a group, the world if it is None."""
+def gathered(group: Any, value: T, doing: str = "") -> list[T]:
+    """Everyone's value, by rank; a collective over a group, the world if it is None.
+
+    Raises
+    ------
+    Disconnected
+        Beginning with `doing`.
+    """
     found: list[Any] = [None] * dist.get_world_size(group)
-    with communication():
-        dist.all_gather_object(found, value, group=group)
+    try:
+        with communication():
+            dist.all_gather_object(found, value, group=group)
+    except Disconnected as error:
+        raise Disconnected(f"{doing}: {error}" if doing else str(error)) from None
     return found
 
 
@@ -98,6 +107,11 @@ class Groups:
         """The group of these ranks; None for one rank unless there are groups of a `single` one."""
         ranks = tuple(sorted(ranks))
         return self._groups[purpose, ranks] if single or len(ranks) > 1 else None
+
+    @property
+    def world(self) -> Any:
+        """That of all processes, for which a timeout holds that may be shorter than the world's own; None for one."""
+        return self.of(range(dist.get_world_size()))
 
     def close(self) -> None:
         """Drop all groups and the world, so that peers that wait for this process notice."""

@@ -6,9 +6,12 @@ under a seed of its own, so any process can build any layers and all replicas st
 
 from __future__ import annotations
 
+import copy
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -32,6 +35,9 @@ def count_of_targets(targets: Tensor) -> int:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
     """A model as a chain of layers.
+
+    Buffers that change as layers run (running statistics) follow the samples of their own pipeline; a checkpoint keeps
+    those of one.
 
     Parameters
     ----------
@@ -59,10 +65,33 @@ class Model:
 
     @classmethod
     def of(cls, layers: Sequence[nn.Module], **fields: Any) -> Model:
-        """A model whose layers exist already (an ``nn.Sequential``, a list); every process has to hold equal ones."""
-        import copy
+        """A model whose layers exist already (an ``nn.Sequential``, a list); every process has to hold equal ones.
 
+        Raises
+        ------
+        ValueError
+            If layers share more than one weight that two of them hold.
+        """
+        fields = {"tied": _shared_weight(layers), **fields}
         return cls(num_layers=len(layers), layer=lambda l: copy.deepcopy(layers[l]), **fields)
+
+
+def _shared_weight(layers: Sequence[nn.Module]) -> tuple[Weight, Weight] | None:
+    """The parameter that two layers share, if there is one."""
+    holders: dict[int, dict[int, str]] = defaultdict(dict)
+    for l, layer in enumerate(layers):
+        for name, parameter in layer.named_parameters():
+            holders[id(parameter)].setdefault(l, name)
+    shared = [held for held in holders.values() if len(held) > 1]
+    if not shared:
+        return None
+    if len(shared) > 1 or len(shared[0]) > 2:
+        some = ", ".join(f"{name!r} of layer {l}" for l, name in shared[0].items())
+        raise ValueError(
+            f"model: layers share {len(shared)} parameters ({some}); a plan can hold one that two layers share"
+        )
+    first, second = shared[0].items()
+    return first, second
 
 
 def build_layer(model: Model, l: int, seed: int) -> nn.Module:
@@ -82,12 +111,20 @@ def same_random_state() -> Iterator[None]:
 
 def outputs(stage: nn.Module, inputs: Tensors) -> Tensors:
     """What a stage returns for some inputs; random state and buffers stay as they were."""
-    kept = {name: buffer.clone() for name, buffer in stage.named_buffers()}
-    with torch.no_grad(), same_random_state():
-        found = as_tuple(stage(*inputs))
-        for name, buffer in stage.named_buffers():
-            buffer.copy_(kept[name])
-    return found
+    with torch.no_grad(), same_random_state(), same_buffers(stage):
+        return as_tuple(stage(*inputs))
+
+
+@contextmanager
+def same_buffers(module: nn.Module) -> Iterator[None]:
+    """Leaves buffers (running statistics, counters) as they were."""
+    kept = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+    try:
+        yield
+    finally:
+        for name, buffer in module.named_buffers():
+            if name in kept:
+                buffer.data.copy_(kept[name])  # not a change that a backward pass to come should mind
 
 
 class Stage(nn.Module):
@@ -126,6 +163,8 @@ class Stage(nn.Module):
             assert model.parallelize is not None
             for l in range(*layers):
                 model.parallelize(self.layers[str(l)], l, mesh)
+            if model.tied is not None:
+                self._tie_shards(model.tied)
 
     def _tie(self, model: Model, tied: tuple[Weight, Weight], seed: int) -> None:
         """One parameter where both ends are here; else the later end starts as a copy of the earlier one's."""
@@ -138,23 +177,49 @@ class Stage(nn.Module):
             return
         with torch.no_grad():
             twin = build_layer(model, a, seed).get_parameter(name_a)
-            self.layers[str(b)].get_parameter(name_b).copy_(twin)
+            self.layers[str(b)].get_parameter(name_b).requires_grad_(twin.requires_grad).copy_(twin)
+
+    def _tie_shards(self, tied: tuple[Weight, Weight]) -> None:
+        """Both ends again as one parameter: sharding a layer gives it new ones."""
+        (a, _), (b, name_b) = tied
+        if not self.first <= a < b < self.end:
+            return
+        one, other = (self.layers[str(l)].get_parameter(name) for l, name in tied)
+        if getattr(one, "placements", None) != getattr(other, "placements", None):
+            raise ValueError(f"layers {a} and {b} share a weight, and are to shard it differently over a tp group")
+        owner, _, leaf = name_b.rpartition(".")
+        setattr(self.layers[str(b)].get_submodule(owner), leaf, one)
 
     def parameters_of(self, l: int) -> list[tuple[str, nn.Parameter]]:
         """Named parameters of one layer, those it shares with an earlier layer of the stage left out."""
-        earlier = {id(p) for k in range(self.first, l) for p in self.layers[str(k)].parameters()}
-        named = self.layers[str(l)].named_parameters()
-        return [(f"layers.{l}.{name}", p) for name, p in named if id(p) not in earlier]
+        return self._named[l]
+
+    @cached_property
+    def _named(self) -> dict[int, list[tuple[str, nn.Parameter]]]:
+        seen: set[int] = set()
+        found: dict[int, list[tuple[str, nn.Parameter]]] = {}
+        for l in range(self.first, self.end):
+            named = [(f"layers.{l}.{name}", p) for name, p in self.layers[str(l)].named_parameters()]
+            found[l] = [(name, p) for name, p in named if id(p) not in seen]
+            seen |= {id(p) for _, p in named}
+        return found
 
     def forward(self, *tensors: Tensor) -> Any:
         out: Any = tensors
         for l in range(self.first, self.end):
             layer = self.layers[str(l)]
             if l in self.recompute and torch.is_grad_enabled():
-                out = checkpoint(layer, *as_tuple(out), use_reentrant=False)
+                out = checkpoint(
+                    layer, *as_tuple(out), use_reentrant=False, context_fn=partial(_first_and_again, layer)
+                )
             else:
                 out = layer(*as_tuple(out))
         return out
+
+
+def _first_and_again(layer: nn.Module) -> tuple[Any, Any]:
+    """What surrounds a layer when it runs, and when it runs again: its buffers have had their update by then."""
+    return nullcontext(), same_buffers(layer)
 
 
 def as_tuple(value: Any) -> Tensors:

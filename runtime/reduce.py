@@ -12,6 +12,8 @@ reduce-scattered, the owner updates its part, weights are gathered.
 from __future__ import annotations
 
 import math
+import zlib
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
@@ -29,6 +31,7 @@ from runtime.model import Stage
 
 GRANULARITIES = ("tensor", "layer", "block", "model")
 SUMMED = 1 << 16  # elements whose squares are added up in their own precision
+FP16 = "fp16 needs its loss scaled, which the runtime does not do; expected torch.bfloat16"
 Named = tuple[str, nn.Parameter]
 
 
@@ -73,6 +76,14 @@ class Bucket:
         """Processes that hold these gradients."""
         return len(self.shared.ranks)
 
+    def chunks_of_parameters(self) -> list[list[Chunk]]:
+        """The chunks that hold each parameter."""
+        found: list[list[Chunk]] = [[] for _ in self.parameters]
+        for chunk in self.chunks:
+            for index in chunk.members:
+                found[index].append(chunk)
+        return found
+
     def part(self, chunk: Chunk, flat: Tensor, owner: int) -> Tensor:
         """An owner's equal part of a chunk of a flat tensor."""
         length = (chunk.end - chunk.start) // self.num_owners
@@ -105,26 +116,26 @@ class Reducer:
         overlap: bool = True,
         shard: bool = False,
     ) -> None:
-        check(granularity, shard)
+        check(granularity, shard, chunk_bytes)
         self.layout, self.place, self.stage, self.groups, self.granularity = layout, place, stage, groups, granularity
         self.overlap, self.shard = overlap and granularity != "model", shard
         self.num_shared = len(layout.shared(0))
         members = list(self._members(stage))
         self.problem = self._problem(members)
         if self.problem is not None:
-            members = []
+            members = []  # all processes hear of it in `agree`
         self.buckets = [self._bucket(shared, parameters, groups, chunk_bytes) for shared, parameters in members]
         self.masters = {} if shard else _masters(self.buckets)
         self.order = [(bucket, chunk) for bucket in self.buckets for chunk in bucket.chunks]
         self.hooks = [
-            (parameter, self._hook(bucket, index))
+            (parameter, self._hook(name, chunks))
             for bucket in self.buckets
-            for index, (_, parameter) in enumerate(bucket.parameters)
+            for (name, parameter), chunks in zip(bucket.parameters, bucket.chunks_of_parameters(), strict=True)
         ]
         self.handles: list[Any] = []  # hooks in place: only for the last backward pass, since each call costs
         self.armed = False
         self.started = 0
-        self.works: list[tuple[Any, Tensor | None, Bucket, Chunk]] = []
+        self.works: list[tuple[Any, Bucket, Chunk]] = []
         self.first_call = list(range(self.num_shared))  # number of a bucket's first reduction, over all processes
         self.whole: _Whole | None = None
         self.clock = Clock(torch.device("cpu"))
@@ -147,7 +158,7 @@ class Reducer:
             {bucket.shared.index: _Facts.of(bucket) for bucket in self.buckets},
             {l: checksum(stage.layers[str(l)].state_dict().values()) for l in range(stage.first, stage.end)},
         )
-        world = gathered(self.groups.of(range(self.layout.world_size)), held)
+        world = gathered(self.groups.world, held, f"{self.place} at load")
         for problem in _differences(world, self.layout):
             raise ValueError(problem)
         calls, sizes = [0] * self.num_shared, [0] * self.num_shared
@@ -160,10 +171,14 @@ class Reducer:
             self.whole = _Whole(self, sizes, torch.float64 if torch.float64 in dtypes else torch.float32)
 
     def _problem(self, members: Iterable[tuple[Shared, list[list[Named]]]]) -> str | None:
-        """Why this process cannot shard the optimizer state of its layers."""
-        for shared, rows in members if self.shard else ():
+        """Why this process cannot reduce or shard its layers."""
+        for shared, rows in members:
             named = [each for row in rows for each in row]
             where = f"{self.place}: layers {shared.layers[0]} to {shared.layers[1] - 1}"
+            if any(parameter.dtype == torch.float16 for _, parameter in named):
+                return f"{where}: {FP16}"
+            if not self.shard:
+                continue
             if any(hasattr(parameter, "placements") for _, parameter in named):
                 return f"{where}: sharded optimizer state is not supported for layers that tensor parallelism shards"
             dtypes = {str(parameter.dtype).removeprefix("torch.") for _, parameter in named}
@@ -212,7 +227,7 @@ class Reducer:
             bounds.append(at)
         ends = [o + local(p).numel() for o, (_, p) in zip(offsets, named, strict=True)]
         chunks = [
-            Chunk(a, b, n, tuple(i for i, (o, e) in enumerate(zip(offsets, ends, strict=True)) if o < b and e > a))
+            Chunk(a, b, n, tuple(range(bisect_right(ends, a), bisect_left(offsets, b))))
             for n, (a, b) in enumerate(pairwise(bounds))
         ]
         device = local(first).device
@@ -230,13 +245,16 @@ class Reducer:
             _shard_weights(bucket, shared.ranks.index(self.place.rank))
         return bucket
 
-    def _hook(self, bucket: Bucket, index: int) -> Callable[[Tensor], None]:
-        chunks = [chunk for chunk in bucket.chunks if index in chunk.members]
-
+    def _hook(self, name: str, chunks: Sequence[Chunk]) -> Callable[[Tensor], None]:
         def ready(_: Tensor) -> None:
             if self.armed:
                 for chunk in chunks:
                     chunk.missing -= 1
+                    if chunk.missing < 0:
+                        raise ValueError(
+                            f"{self.place}: {name} or one beside it gets its gradient in several parts (of reentrant"
+                            " checkpoints?), and may have been reduced before the last; expected overlap=False"
+                        )
                 self._start(final=False)
 
         return ready
@@ -249,10 +267,21 @@ class Reducer:
         self.silent.clear()
         for bucket in self.buckets:
             bucket.gradients.zero_()
+            self._attach(bucket)
         for _, chunk in self.order:
             chunk.missing = len(chunk.members)
         self.started = 0
         self._disarm()
+
+    def _attach(self, bucket: Bucket) -> None:
+        """Gradients that somebody took away (`Optimizer.zero_grad`) are views of the bucket again."""
+        for offset, (name, parameter) in zip(bucket.offsets, bucket.parameters, strict=True):
+            for each in (parameter, self.masters.get(name, parameter)):
+                if each.grad is None:
+                    _use_as_gradient(each, bucket.gradients, offset)
+        for chunk, shard in zip(bucket.chunks, bucket.shards, strict=False):
+            if shard.grad is None:
+                shard.grad = bucket.part(chunk, bucket.gradients, self._owner(bucket))
 
     def arm(self) -> None:
         """Before the last backward pass of a step: what it completes may be reduced."""
@@ -274,7 +303,7 @@ class Reducer:
                 return
             self.started += 1
             if bucket.group is not None:
-                self.works.append((*self._launch(bucket, chunk), bucket, chunk))
+                self.works.append((self._launch(bucket, chunk), bucket, chunk))
 
     def finish(self) -> None:
         """After the last backward pass: everything reduced."""
@@ -283,28 +312,25 @@ class Reducer:
             self.whole.reduce()
         else:
             self._start(final=True)
-        for work, out, bucket, chunk in self.works:
+        for work, bucket, chunk in self.works:
             action = self._action(bucket, chunk)
             with communication(self._waiting(bucket, action)):
                 work.wait()
             if action in self.silent:
                 self.clock.keep(action, self.silent.pop(action), self.clock.now())
-            if out is not None:
-                bucket.part(chunk, bucket.gradients, self._owner(bucket)).copy_(out)
         self.works.clear()
 
-    def _launch(self, bucket: Bucket, chunk: Chunk) -> tuple[Any, Tensor | None]:
+    def _launch(self, bucket: Bucket, chunk: Chunk) -> Any:
         flat, action, clock = bucket.gradients[chunk.start : chunk.end], self._action(bucket, chunk), self.clock
-        out = torch.empty_like(bucket.part(chunk, bucket.gradients, 0)) if self.shard else None
         begun = clock.now()
         with communication(self._waiting(bucket, action)):
-            if out is not None:
-                work = reduce_scatter(out, flat, bucket.group)
+            if self.shard:
+                work = reduce_scatter(bucket.part(chunk, bucket.gradients, self._owner(bucket)), flat, bucket.group)
             else:
                 work = dist.all_reduce(flat, group=bucket.group, async_op=True)
             if clock.running and not _tells(work, lambda: clock.keep(action, begun, clock.now())):
                 self.silent[action] = begun
-        return work, out
+        return work
 
     def _action(self, bucket: Bucket, chunk: Chunk) -> Action:
         """What a reduction is called in a trace: its number in the order in which all processes start them."""
@@ -380,7 +406,7 @@ class Reducer:
             part = bucket.part(chunk, bucket.weights, owner)
             part.copy_(shard)
             if bucket.group is not None:
-                all_gather(bucket.weights[chunk.start : chunk.end], part.clone(), bucket.group)
+                all_gather(bucket.weights[chunk.start : chunk.end], part, bucket.group)
 
     def whole_of(self, bucket: Bucket, parts: Sequence[Tensor]) -> Tensor:
         """A flat tensor of a bucket from every owner's parts, one per chunk; a collective over the owners."""
@@ -439,8 +465,10 @@ class _Whole:
 # What owners agree on
 
 
-def check(granularity: str, shard: bool) -> None:
+def check(granularity: str, shard: bool, chunk_bytes: int) -> None:
     """Refuse settings that do not exist or do not go together."""
+    if chunk_bytes < 1:
+        raise ValueError(f"chunk_bytes: {chunk_bytes}, expected at least 1")
     if granularity not in GRANULARITIES:
         raise ValueError(f"granularity: {granularity!r} is not among {', '.join(GRANULARITIES)}")
     if granularity == "model" and shard:
@@ -483,11 +511,15 @@ def _differences(world: Sequence[_Held], layout: Layout) -> Iterator[str]:
     yield from (held.problem for held in world if held.problem is not None)
     first: dict[tuple[str, int, int], tuple[Place, Any]] = {}
     for place, held in zip(layout.places, world, strict=True):
-        for index, facts in held.buckets.items():
-            other, theirs = first.setdefault(("bucket", index, place.tp_rank), (place, facts))
-            i, j = layout.shared(0)[index].layers
+        for shared in layout.shared(place.tp_rank):
+            if place.rank not in shared.ranks:
+                continue
+            facts = held.buckets.get(shared.index, "nothing to train")
+            other, theirs = first.setdefault(("bucket", shared.index, place.tp_rank), (place, facts))
+            i, j = shared.layers
+            layers = f"tied weights of layers {i} and {j}" if shared.tied else f"layers {i} to {j - 1}"
             if facts != theirs:
-                yield f"layers {i} to {j - 1} differ: {place} has {facts}, {other} has {theirs}"
+                yield f"{layers} differ: {place} has {facts}, {other} has {theirs}"
         for l, bits in held.layers.items():
             other, theirs = first.setdefault(("layer", l, place.tp_rank), (place, bits))
             if bits != theirs:
@@ -498,13 +530,15 @@ def _differences(world: Sequence[_Held], layout: Layout) -> Iterator[str]:
 
 
 def checksum(values: Iterable[Any]) -> int:
-    """Sum of the bits of all tensors among some values, read as whole numbers: exact, and cheap on any device."""
-    total = 0
+    """Of all tensors among some values: sums of the bits of their pieces as whole numbers, exact on any device."""
+    found = 0
     for tensor in (value for value in values if isinstance(value, Tensor)):
         flat = local(tensor).contiguous()
         flat = torch.view_as_real(flat) if flat.is_complex() else flat
-        total += int(flat.view(_WHOLE[flat.element_size()]).sum(dtype=torch.int64))
-    return total
+        pieces = flat.view(_WHOLE[flat.element_size()]).flatten().split(SUMMED)
+        sums = torch.stack([piece.sum(dtype=torch.int64) for piece in pieces])
+        found = zlib.crc32(sums.cpu().numpy().tobytes(), found)
+    return found
 
 
 _WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -525,13 +559,13 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def reduce_scatter(out: Tensor, flat: Tensor, group: Any) -> Any:
-    """Sum over a group, of which each process gets its equal part."""
+    """Sum over a group, of which each process gets its equal part; `out` may be that part of `flat`."""
     call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return call(out, flat, group=group, async_op=True)
 
 
 def all_gather(out: Tensor, part: Tensor, group: Any) -> None:
-    """Equal parts of all processes of a group, in their order."""
+    """Equal parts of all processes of a group, in their order; `part` may be its own place in `out`."""
     call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     call(out, part, group=group)
 

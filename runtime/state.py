@@ -161,7 +161,18 @@ def restore(trainer: Trainer, state: Snapshot) -> None:
     """Give a trainer the state of all its layers; tensors of the optimizer are taken over, not copied.
 
     On a failure the trainer may hold part of it.
+
+    Raises
+    ------
+    ValueError
+        If optimizer state is sharded here, and was kept with several parameter groups; then nothing was changed.
     """
+    options = list(state.options.values())
+    if trainer.reducer.shard and any(each != options[0] for each in options):
+        raise ValueError(
+            "state: kept with several parameter groups, and sharded optimizer state knows flat parts of blocks, not"
+            " parameters; expected one group, or shard_optimizer=False"
+        )
     with torch.no_grad():
         for name, value in held(trainer).items():
             value.copy_(state.weights[name])
@@ -474,7 +485,7 @@ def _disk(path: Path, what: str) -> Iterator[None]:
 
 
 def _world(trainer: Trainer) -> Any:
-    return trainer.groups.of(range(trainer.layout.world_size))
+    return trainer.groups.world
 
 
 def _agree(group: Any, problem: str | None) -> None:

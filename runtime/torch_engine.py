@@ -12,13 +12,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as pipelining
 
 from planner.schedule import COMPUTE, Action, Kind, Schedule
 from runtime.clock import Clock
-from runtime.execute import Boundary
+from runtime.execute import Boundary, check, views
 from runtime.groups import Disconnected, RankFailed, communication
 from runtime.layout import Place
 from runtime.model import Tensors, outputs
@@ -41,12 +41,16 @@ class _Stage(PipelineStage):  # type: ignore[misc]
 
     reducer: Reducer
     place: Place
+    leaves: Boundary
     clock: Clock
     action: Action | None = None  # the last one that began
 
     def forward_one_chunk(self, chunk: int, *args: Any, **kwargs: Any) -> Any:
         with self._computing(Kind.F, chunk):
-            return super().forward_one_chunk(chunk, *args, **kwargs)
+            out = super().forward_one_chunk(chunk, *args, **kwargs)
+        if not self.is_last:
+            check(self.place, out, self.leaves)
+        return out
 
     def backward_one_chunk(
         self, chunk: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
@@ -55,6 +59,8 @@ class _Stage(PipelineStage):  # type: ignore[misc]
             self.reducer.arm()
         with self._computing(Kind.B if full_backward else Kind.I, chunk):
             super().backward_one_chunk(chunk, loss=loss, full_backward=full_backward, last_backward=last_backward)
+        if chunk in self.bwd_cache:
+            self.bwd_cache[chunk] = tuple(None if g is None else g.contiguous() for g in self.bwd_cache[chunk])
 
     def backward_weight_one_chunk(self, chunk: int, last_backward: bool = False) -> None:
         with self._computing(Kind.W, chunk):
@@ -85,6 +91,18 @@ class _ModelFailed(Exception):
         self.error = error
 
 
+class _Boundaries(nn.Module):
+    """A stage that may work on its inputs in place, and whose outputs can be sent."""
+
+    def __init__(self, stage: nn.Module) -> None:
+        super().__init__()
+        self.stage = stage
+
+    def forward(self, *tensors: Tensor) -> Any:
+        out = self.stage(*views(tensors))
+        return tuple(each.contiguous() for each in out) if isinstance(out, tuple) else out.contiguous()
+
+
 class TorchEngine:
     """Plays a pipeline's lists on torch's own runtime; steps like `runtime.execute.Executor`."""
 
@@ -101,7 +119,7 @@ class TorchEngine:
             out.requires_grad_() for out in outputs(trainer.stage, inputs)
         )
         self.stage = _Stage(
-            trainer.stage,
+            _Boundaries(trainer.stage),
             place.stage,
             schedule.num_stages,
             trainer.device,
@@ -110,7 +128,7 @@ class TorchEngine:
             group=group,
         )
         self.stage.stage_index_to_group_rank = {s: position[rank] for s, rank in enumerate(ranks)}
-        self.stage.reducer, self.stage.place = trainer.reducer, place
+        self.stage.reducer, self.stage.place, self.stage.leaves = trainer.reducer, place, leaves
         self.is_first, self.is_last = trainer.is_first, trainer.is_last
         self.scale = 1.0
         self.runner = pipelining._PipelineScheduleRuntime(
@@ -142,9 +160,10 @@ class TorchEngine:
                 self.runner._step_microbatches(list(inputs) if self.is_first else None, return_outputs=False, **last)
         except Disconnected as error:
             stage = self.stage
-            raise RankFailed(f"{stage.place} after {stage.action}: no answer from a neighbour: {error}") from None
+            where = f"after {stage.action}" if stage.action is not None else "before its first action"
+            raise RankFailed(f"{stage.place} {where}: no answer from a neighbour: {error}") from None
         except _ModelFailed as failed:
-            raise failed.error from None
+            raise failed.error from failed.error.__cause__
         return torch.stack([loss.detach().double() for loss in losses]).sum() if losses else torch.zeros(())
 
 

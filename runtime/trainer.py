@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,10 +27,11 @@ from runtime.clock import Clock, Played
 from runtime.execute import Executor
 from runtime.groups import Groups, communication, gathered
 from runtime.layout import Layout
-from runtime.model import Model, Stage, Tensors, as_tuple
+from runtime.model import Model, Stage, Tensors, as_tuple, same_random_state
 from runtime.reduce import Reducer, total_norm
 
 TIMEOUT_S = 300.0
+T = TypeVar("T")
 Optimizers = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -57,7 +58,8 @@ class Result:
 
 
 class Trainer:
-    """One process of a training run. `torch.distributed` has to be initialised with one process per device of the plan.
+    """One process of a training run. `torch.distributed` has to be initialised with one process per device of the plan;
+    it ends with the trainer (`close`, or the end of a ``with``).
 
     Parameters
     ----------
@@ -73,6 +75,8 @@ class Trainer:
     dtype
         Of weights and activations, as built if None; gradients of bf16 weights are summed in fp32, and fp32 master
         weights updated.
+    seed
+        Of the layers' first weights, and of what they draw in a step.
     schedule
         ``plan``, or a name or list that `planner.schedule` knows; one list per pipeline.
     granularity, chunk_bytes, overlap
@@ -109,18 +113,18 @@ class Trainer:
         engine: str = "own",
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        self.plan = plan if isinstance(plan, Plan) else Plan.load(plan)
+        self.plan = _on_all(lambda: plan if isinstance(plan, Plan) else Plan.load(plan))
         self.model, self.clip, self.device, self.engine = model, clip, torch.device(device), engine
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # what collectives of objects go by
         job = self.plan.job
         how = {
             "granularity": granularity or job.sync_granularity,
-            "chunk_bytes": chunk_bytes or job.sync_chunk_bytes,
+            "chunk_bytes": job.sync_chunk_bytes if chunk_bytes is None else chunk_bytes,
             "overlap": job.sync == "overlapped" if overlap is None else overlap,
             "shard": job.shard_optimizer if shard_optimizer is None else shard_optimizer,
         }
-        given = {"engine": engine, "seed": seed, "dtype": dtype, "clip": clip, **how}
+        self.seed, given = seed, {"engine": engine, "seed": seed, "dtype": dtype, "clip": clip, **how}
         self.layout, lists = _agreed(self.plan, model, schedule, given)
         self.place = self.layout.places[dist.get_rank()]
         self.pipeline, stage = self.layout.pipeline(self.place), self.layout.stage(self.place)
@@ -128,14 +132,16 @@ class Trainer:
         self.groups = Groups(timeout_s)
         self._create_groups(how["granularity"])
         self.mesh = self._mesh()
-        self.stage = Stage(
-            model,
-            stage.layers,
-            recompute=stage.recompute,
-            seed=seed,
-            dtype=dtype,
-            device=self.device,
-            mesh=self.mesh,
+        self.stage = _on_all(
+            lambda: Stage(
+                model,
+                stage.layers,
+                recompute=stage.recompute,
+                seed=seed,
+                dtype=dtype,
+                device=self.device,
+                mesh=self.mesh,
+            )
         )
         self.reducer = Reducer(self.layout, self.place, self.stage, self.groups, **how)
         self.reducer.agree()
@@ -187,17 +193,21 @@ class Trainer:
 
     def gradients(self, inputs: Any = None, targets: Any = None) -> Result:
         """Everything up to the commit: afterwards all processes have complete gradients, and none has used them."""
-        x, y = self._micro_batches(inputs, self.is_first), self._micro_batches(targets, self.is_last)
+        x = self._micro_batches("inputs", inputs, self.is_first)
+        y = self._micro_batches("targets", targets, self.is_last)
         if self.executor is None:
             self.executor = self._executor(x[0] if x else None)
         self.executor.on_action = self.on_action
         tokens = self._count_tokens(y)
         if self.tracing:
             with communication(self._during("the barrier that begins the trace")):
-                dist.barrier()
+                dist.barrier(group=self.groups.world)
         self.clock = Clock(self.device, running=self.tracing)
         self.reducer.zero(self.clock)
-        loss = self.executor.run(x, [each if len(each) > 1 else each[0] for each in y], 1.0 / tokens, self.clock)
+        targets = [each if len(each) > 1 else each[0] for each in y]
+        with same_random_state():
+            torch.manual_seed(self._seed_of_step())
+            loss = self.executor.run(x, targets, 1.0 / max(tokens, 1), self.clock)
         self.reducer.finish()
         result = self._commit(float(loss), tokens)
         self.committed = self.step_index, result
@@ -267,29 +277,39 @@ class Trainer:
     def _executor(self, sample: Tensors | None) -> Any:
         channels = execute.channels(self.layout, self.place, self.groups, self.device)
         boundaries = execute.agree(self.place, self.stage, sample, channels)
-        actions = self.schedule.ranks[self.place.stage]
         if self.engine == "torch":
             from runtime.torch_engine import TorchEngine
 
             return TorchEngine(self, self.schedule, boundaries, sample)
         return Executor(
-            self.layout, self.place, self.stage, self.model, actions, self.reducer, channels, boundaries, self.device
+            self.layout,
+            self.place,
+            self.stage,
+            self.model,
+            self.schedule,
+            self.reducer,
+            channels,
+            boundaries,
+            self.device,
         )
+
+    def _seed_of_step(self) -> int:
+        """Of what layers draw (dropout): another one for every step, pipeline and stage, one for all tp ranks."""
+        return zlib.crc32(f"{self.seed} {self.step_index} {self.place.pipeline} {self.place.stage}".encode())
 
     def _during(self, what: str) -> str:
         return f"{self.place} in {what} of step {self.step_index}"
 
-    def _micro_batches(self, value: Any, wanted: bool) -> list[Tensors]:
+    def _micro_batches(self, what: str, value: Any, wanted: bool) -> list[Tensors]:
         if not wanted:
             return []
-        what = "inputs" if self.is_first and value is None else "targets"
         if value is None:
             raise ValueError(f"{what}: {self.place} needs those of samples {self.samples.start} to {self.samples[-1]}")
         tensors, b = as_tuple(value), self.pipeline.micro_batch
         for tensor in tensors:
             if len(tensor) != len(self.samples):
                 raise ValueError(
-                    f"{len(tensor)} samples given, {self.place} takes {len(self.samples)} (Trainer.samples)"
+                    f"{what}: {len(tensor)} samples given, {self.place} takes {len(self.samples)} (Trainer.samples)"
                 )
         parts = [tensor.to(self.device).split(b) for tensor in tensors]
         return list(zip(*parts, strict=True))
@@ -297,13 +317,13 @@ class Trainer:
     def _count_tokens(self, targets: Sequence[Tensors]) -> int:
         """Tokens of the global batch: counted on the last stages, where the loss is scaled."""
         if not self.is_last:
-            return 1
+            return 0
         count = sum(self.model.count_tokens(each if len(each) > 1 else each[0]) for each in targets)
         total = torch.tensor([count], dtype=torch.int64, device=self.device)
         if len(self.plan.pipelines) > 1:
             with communication(self._during("the count of tokens over the last stages")):
                 dist.all_reduce(total, group=self.groups.of(self._last_ranks(self.place.tp_rank)))
-        return max(int(total), 1)
+        return int(total)
 
     def _commit(self, loss: float, tokens: int) -> Result:
         """Loss, tokens and squared norms to all, each figure from one process, zeros from the others: exact in any
@@ -354,26 +374,45 @@ def _agreed(
 
     This comes before any group exists: who leaves while others connect would break their connections.
     """
-    problem, layout, lists = None, None, []
-    try:
-        reduce.check(options["granularity"], options["shard"])
+
+    def own() -> tuple[Layout, list[Schedule]]:
+        reduce.check(options["granularity"], options["shard"], options["chunk_bytes"])
         layout = Layout(plan)
         _fits(layout, model, options["engine"], options["dtype"])
-        lists = _schedules(plan, schedule, options["engine"])
-    except ValueError as error:
-        problem = str(error)
+        return layout, _schedules(plan, schedule, options["engine"])
+
+    layout, lists = _on_all(own)
     names = [f"{each.name} {zlib.crc32(str(each).encode()):08x}" for each in lists]
-    everyone = gathered(None, (problem, {"plan": plan.digest, "schedule": names, **options}))
-    for text in (problem, *(each for each, _ in everyone)):
-        if text is not None:
-            raise ValueError(text)
-    first = everyone[0][1]
-    for rank, (_, given) in enumerate(everyone):
+    first, *others = gathered(None, {"plan": plan.digest, "schedule": names, **options}, _at_load())
+    for rank, given in enumerate(others, 1):
         for key, value in given.items():
             if value != first[key]:
                 raise ValueError(f"{key}: {value!r} on rank {rank}, {first[key]!r} on rank 0; expected the same on all")
-    assert layout is not None
     return layout, lists
+
+
+def _on_all(make: Callable[[], T]) -> T:
+    """What this process makes, once all have succeeded; what is wrong on one is raised on all."""
+    made, problem = None, None
+    try:
+        made = make()
+    except Exception as error:
+        problem = error
+    words = None
+    if problem is not None:
+        what = "" if isinstance(problem, ValueError) else f"rank {dist.get_rank()}: {type(problem).__name__}: "
+        words = f"{what}{problem}"
+    everyone = gathered(None, words, _at_load())
+    if problem is not None:
+        raise problem
+    for text in everyone:
+        if text is not None:
+            raise ValueError(text)
+    return made  # type: ignore[return-value]
+
+
+def _at_load() -> str:
+    return f"rank {dist.get_rank()} at load: no answer from the others"
 
 
 def _optimizer(make: Optimizers, reducer: Reducer) -> torch.optim.Optimizer:
@@ -399,7 +438,7 @@ def _fits(layout: Layout, model: Model, engine: str, dtype: torch.dtype | None) 
             " expected 'own'"
         )
     if dtype == torch.float16:
-        raise ValueError("dtype: fp16 needs its loss scaled, which the runtime does not do; expected torch.bfloat16")
+        raise ValueError(f"dtype: {reduce.FP16}")
     layers = layout.plan.blocks[-1].layers[1]
     if model.num_layers != layers:
         raise ValueError(f"the model has {model.num_layers} layers, the plan {layers} ({layout.plan.profile_name})")

@@ -243,7 +243,7 @@ def test_bad_data_and_bad_checkpoints_stop_the_run(here: Path) -> None:
     ((code, _, err),) = start(1, process, 1, ["alone.json", "train.py:narrow"])
     assert (code, err) == (
         2,
-        "runtime: rank 0: 1 samples given, rank 0 (pipeline 0 stage 0) takes 12 (Trainer.samples)\n",
+        "runtime: rank 0: inputs: 1 samples given, rank 0 (pipeline 0 stage 0) takes 12 (Trainer.samples)\n",
     )
     (here / "saved" / "step-00000001").mkdir(parents=True)
     ((code, _, err),) = start(1, process, 1, ["alone.json", "train.py:build", "--checkpoint", "saved"])

@@ -325,7 +325,7 @@ REFUSED: dict[str, tuple[int, Callable[[int], Given], str]] = {
     "another batch": (
         1,
         lambda _: (ONE, make_model(10), 5, {}),
-        "5 samples given, rank 0 (pipeline 0 stage 0) takes 6",
+        "inputs: 5 samples given, rank 0 (pipeline 0 stage 0) takes 6",
     ),
     "no way to shard": (2, lambda _: (WIDE, sharded_model(shard=False), 2, {}), "the model says no way to shard its"),
     "another model on rank 1": (

@@ -183,7 +183,7 @@ def _wait_for_each(reducer: Reducer) -> None:
 
     def waiting(*arguments: Any) -> Any:
         launched = launch(*arguments)
-        launched[0].wait()
+        launched.wait()
         return launched
 
     reducer._launch = waiting  # type: ignore[assignment,method-assign]
