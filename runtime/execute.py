@@ -197,7 +197,7 @@ class Executor:
         return loss
 
     def _forward(self, x: Tensors, targets: Any, scale: float, loss: Tensor) -> Tensors:
-        y = self.stage(*views(x))
+        y = self.stage(*x)
         if self.after is not None:
             check(self.place, y, self.leaves)
             return as_tuple(y)
@@ -408,11 +408,6 @@ def _gradient(tensor: Tensor) -> Tensor | None:
     if not Shape.of(tensor).differentiable:
         return None
     return tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
-
-
-def views(tensors: Tensors) -> Tensors:
-    """What layers may work on in place, though gradients are asked of it."""
-    return tuple(tensor.view_as(tensor) if tensor.requires_grad else tensor for tensor in tensors)
 
 
 def _words(shapes: Boundary) -> str:

@@ -36,6 +36,7 @@ def count_of_targets(targets: Tensor) -> int:
 class Model:
     """A model as a chain of layers.
 
+    A layer must not change its input in place: torch refuses that where the layer is the first of a stage.
     Buffers that change as layers run (running statistics) follow the samples of their own pipeline; a checkpoint keeps
     those of one.
 

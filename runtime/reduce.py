@@ -130,6 +130,7 @@ class Reducer:
         self.hooks = [
             (parameter, self._hook(name, chunks))
             for bucket in self.buckets
+            if bucket.group is not None
             for (name, parameter), chunks in zip(bucket.parameters, bucket.chunks_of_parameters(), strict=True)
         ]
         self.handles: list[Any] = []  # hooks in place: only for the last backward pass, since each call costs
@@ -299,7 +300,7 @@ class Reducer:
         """Start what is ready, in order; at the end everything, since a parameter may have had no gradient."""
         while self.started < len(self.order):
             bucket, chunk = self.order[self.started]
-            if chunk.missing > 0 and not final:
+            if bucket.group is not None and chunk.missing > 0 and not final:
                 return
             self.started += 1
             if bucket.group is not None:

@@ -18,7 +18,7 @@ from torch.distributed.pipelining import schedules as pipelining
 
 from planner.schedule import COMPUTE, Action, Kind, Schedule
 from runtime.clock import Clock
-from runtime.execute import Boundary, check, views
+from runtime.execute import Boundary, check
 from runtime.groups import Disconnected, RankFailed, communication
 from runtime.layout import Place
 from runtime.model import Tensors, outputs
@@ -91,15 +91,15 @@ class _ModelFailed(Exception):
         self.error = error
 
 
-class _Boundaries(nn.Module):
-    """A stage that may work on its inputs in place, and whose outputs can be sent."""
+class _Contiguous(nn.Module):
+    """A stage whose outputs can be sent."""
 
     def __init__(self, stage: nn.Module) -> None:
         super().__init__()
         self.stage = stage
 
     def forward(self, *tensors: Tensor) -> Any:
-        out = self.stage(*views(tensors))
+        out = self.stage(*tensors)
         return tuple(each.contiguous() for each in out) if isinstance(out, tuple) else out.contiguous()
 
 
@@ -119,7 +119,7 @@ class TorchEngine:
             out.requires_grad_() for out in outputs(trainer.stage, inputs)
         )
         self.stage = _Stage(
-            _Boundaries(trainer.stage),
+            _Contiguous(trainer.stage),
             place.stage,
             schedule.num_stages,
             trainer.device,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from planner.plans import Plan
 from planner.schedule import Kind, action_lists, gpipe, interleaved, launches
-from runtime import Model, Trainer
+from runtime import Model, RankFailed, Trainer, execute
 from runtime.layout import Layout
 from runtime.model import Stage, as_tuple
 
@@ -627,6 +627,233 @@ def test_a_trace_of_the_torch_engine_has_its_computing() -> None:
         kinds = (Kind.F, Kind.B, Kind.UPDATE)
         expected = [action for action in lists[place.pipeline].ranks[place.stage] if action.kind in kinds]
         assert sorted(each.action for each in trace if each.action.kind in kinds) == sorted(expected)
+
+
+def vocabulary_sharded(tied: bool) -> Model:
+    """Embedding, MLPs, head, all sharded by rows of the vocabulary or of the hidden size."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    inner = sharded_model()
+    assert inner.parallelize is not None
+    mlp = inner.parallelize
+
+    def parallelize(layer: torch.nn.Module, l: int, mesh: Any) -> None:
+        mlp(layer, l, mesh)
+        if l == 0:
+            parallelize_module(layer, mesh, {"token": RowwiseParallel(input_layouts=Replicate())})
+        if l == 5:
+            parallelize_module(layer, mesh, {"out": ColwiseParallel(output_layouts=Replicate())})
+
+    weights = ((0, "token.weight"), (5, "out.weight")) if tied else None
+    return replace(inner, parallelize=parallelize, tied=weights)
+
+
+def test_ties_survive_sharding() -> None:
+    """`parallelize_module` makes new parameters; both ends on one tp stage stay one weight."""
+    plan = make_plan([([6], 3)], tp=2, tied=True)
+    equal_one_process(plan, vocabulary_sharded(tied=True))
+
+
+def test_a_frozen_end_freezes_the_other() -> None:
+    """On two stages as on one, where both ends are one parameter."""
+    model = frozen(make_model(LAYERS, tied=True), (0,))
+    equal_one_process(make_plan([([4, 6], 3)], tied=True), model)
+
+
+class Turning(torch.nn.Module):
+    """Hands over complex activations, or ones that are not contiguous, and takes them."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.scale = how, torch.nn.Parameter(torch.ones(HIDDEN))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "to complex":
+            return torch.complex(x * self.scale, x.flip(-1))
+        if self.how == "to real":
+            return x.real + x.imag * self.scale
+        if self.how == "turned":
+            return (x * self.scale).transpose(1, 2)
+        return x.transpose(1, 2) * self.scale
+
+
+@BOTH
+@pytest.mark.parametrize(("last", "first"), [("to complex", "to real"), ("turned", "turned back")])
+def test_what_is_handed_over_may_be_of_any_kind(last: str, first: str, engine: str) -> None:
+    """Layers 3 and 4 are the last of a stage and the first of the next."""
+    model, turning = make_model(LAYERS), {3: last, 4: first}
+    turned = replace(model, layer=lambda l: Turning(turning[l]) if l in turning else model.layer(l))
+    equal_one_process(make_plan([([4, 6], 3)]), turned, engine=engine)
+
+
+class Averaging(torch.nn.Module):
+    """Keeps a running mean, as batch norms do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(HIDDEN, HIDDEN)
+        self.register_buffer("mean", torch.zeros(HIDDEN))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(0.1 * x.mean((0, 1)))
+        return x + torch.nn.functional.gelu(self.inner(x))
+
+
+def test_recompute_updates_buffers_once() -> None:
+    """Running statistics are those of a run without recompute."""
+    model = make_model(LAYERS)
+    averaging = replace(model, layer=lambda l: Averaging() if l in (1, 2) else model.layer(l))
+    equal_one_process(make_plan([([4, 6], 5)], recompute=(1, 2)), averaging)
+
+
+def test_a_model_of_layers_keeps_its_ties() -> None:
+    """Found where layers share a weight; more than one cannot be planned."""
+    layers = [make_model(4).layer(l) for l in range(4)]
+    layers[3].out.weight = layers[0].token.weight
+    assert Model.of(layers).tied == ((0, "token.weight"), (3, "out.weight"))
+    with pytest.raises(ValueError, match="layers share 10 parameters"):
+        Model.of([layers[0], layers[1], layers[1], layers[3]])
+
+
+class Reentrant(torch.nn.Module):
+    """One weight in two reentrant checkpoints: its gradient comes in two parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        from torch.utils.checkpoint import checkpoint
+
+        for _ in range(2):
+            x = checkpoint(self.inner, x, use_reentrant=True)
+        return x
+
+
+def test_gradients_in_parts_are_not_reduced_early() -> None:
+    """Refused by name while reductions overlap, right where they do not."""
+    model = make_model(LAYERS)
+    parts = replace(model, layer=lambda l: Reentrant() if l == 2 else model.layer(l))
+    equal_one_process(TWO, parts, overlap=False)
+    with pytest.raises(RuntimeError, match=r"gets its gradient in several parts .* expected overlap=False"):
+        start(2, trained, TWO, parts, samples_of(TWO), {})
+
+
+def eager(rank: int, plan: Plan, engine: str) -> Any:
+    """Weights after steps with the habits of plain loops."""
+    options: dict[str, Any] = {"engine": engine, "optimizer": adamw, "dtype": torch.float64}
+    with Trainer(plan, make_model(LAYERS), timeout_s=20.0, **options) as trainer:
+        for step in range(3):
+            trainer.optimizer.zero_grad()
+            inputs, targets = make_batch(plan.job.global_batch, step)
+            part = slice(trainer.samples.start, trainer.samples.stop)
+            trainer.step(inputs[part], targets[part])
+        return {name: p.detach().clone() for name, p in trainer.stage.named_parameters()}
+
+
+@BOTH
+def test_zero_grad_does_no_harm(engine: str) -> None:
+    """It takes gradients away, which are views of the buckets again in the next step."""
+    (_, expected), *_ = start(1, trained, make_plan([([10], 6)]), make_model(LAYERS), samples_of(TWO), {})
+    for weights in start(2, eager, TWO, engine):
+        assert all(relative(weight, expected[name]) <= TOLERANCE for name, weight in weights.items())
+
+
+def longer(rank: int, plan: Plan, engine: str) -> str:
+    """What a second step with longer sequences is answered."""
+    try:
+        with Trainer(plan, make_model(LAYERS), timeout_s=20.0, engine=engine) as trainer:
+            for cut in (4, 0):
+                inputs, targets = make_batch(plan.job.global_batch, 0)
+                trainer.step(inputs[:, cut:].contiguous(), targets[:, cut:].contiguous())
+    except (ValueError, RankFailed) as error:
+        return str(error)
+    return "accepted"
+
+
+@BOTH
+def test_shapes_may_not_change(engine: str) -> None:
+    """A longer message would end the process: the sender says so instead."""
+    first, second = start(2, longer, make_plan([([4, 6], 3)]), engine)
+    assert first.startswith("rank 0 (pipeline 0 stage 0): hands over [2, 8, 16] float32, agreed at load was [2, 4, 16]")
+    assert second.startswith("rank 1 (pipeline 0 stage 1) ")
+
+
+def sends_alive(rank: int, plan: Plan) -> int:
+    """Most hand-overs that were kept at once."""
+    most = 0
+    send = execute._Flow.send
+
+    def counting(flow: Any, *arguments: Any) -> None:
+        nonlocal most
+        send(flow, *arguments)
+        most = max(most, len(flow.sends))
+
+    execute._Flow.send = counting  # type: ignore[method-assign]
+    with Trainer(plan, make_model(LAYERS), timeout_s=20.0) as trainer:
+        inputs, targets = make_batch(plan.job.global_batch, 0)
+        trainer.step(inputs, targets)
+    return most
+
+
+def test_sent_tensors_are_let_go_of() -> None:
+    """No more of them live at once than micro-batches are in flight, however many there are."""
+    plan = make_plan([([3, 3, 4], 16)])
+    for most, stage in zip(start(3, sends_alive, plan), plan.stages, strict=True):
+        assert 1 <= most <= 2 * stage.in_flight + 1
+
+
+def raising(rank: int) -> str:
+    """What is raised where the builder of a layer fails on rank 1."""
+    model = make_model(LAYERS)
+
+    def layer(l: int) -> torch.nn.Module:
+        if rank == 1 and l == 5:
+            raise KeyError("no file of layer 5")
+        return model.layer(l)
+
+    try:
+        Trainer(TWO, replace(model, layer=layer), timeout_s=20.0)
+    except (KeyError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+def test_what_a_builder_raises_is_raised_on_all() -> None:
+    """With its rank on the others, which do not wait for it."""
+    assert start(2, raising) == [
+        "ValueError: rank 1: KeyError: 'no file of layer 5'",
+        "KeyError: 'no file of layer 5'",
+    ]
+
+
+class Drawing(torch.nn.Module):
+    """Keeps what it drew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Embedding(False)
+        self.register_buffer("drawn", torch.zeros(4))
+        self.register_buffer("at", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.drawn[self.at] = torch.rand(())
+        self.at += 1
+        return self.inner(tokens)
+
+
+def test_pipelines_and_steps_draw_differently() -> None:
+    """Dropout masks differ between pipelines, micro-batches and steps, and are the same in a second run; the random
+    state of the script is its own."""
+    plan = make_plan([([10], 1), ([10], 1)])
+    model = make_model(LAYERS)
+    drawing = replace(model, layer=lambda l: Drawing() if l == 0 else model.layer(l))
+    runs = [start(2, trained, plan, drawing, samples_of(plan), {}) for _ in range(2)]
+    drawn = [[weights["layers.0.drawn"][:3].tolist() for _, weights in found] for found in runs]
+    assert drawn[0] == drawn[1]
+    assert len(set(drawn[0][0] + drawn[0][1])) == 6
 
 
 def test_unequal_tp_of_one_block_is_refused() -> None:

@@ -6,6 +6,7 @@ import gc
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +190,29 @@ def test_settings_of_the_optimizer_come_back(tmp_path: Path) -> None:
         assert rates == {3e-3}
         assert decays == {(True, 0.1), (False, 0.0)}
         assert all(torch.equal(value, saved[name]) for name, value in loaded.items())
+
+
+def test_several_parameter_groups_do_not_become_shards(tmp_path: Path) -> None:
+    """A block's flat parts have one setting: refused by all, and what they held stays."""
+
+    def attempt(rank: int) -> tuple[str, bool]:
+        with trainer(FLAT, optimizer=momentum) as run:
+            train(run, 1)
+            state.save(run, tmp_path)
+        connect(tmp_path / "store", rank, 3)
+        plain = partial(torch.optim.SGD, lr=1e-2, momentum=0.9)
+        with trainer(FLAT, optimizer=plain, shard_optimizer=True) as run:
+            before = copied(run)
+            with pytest.raises(ValueError) as caught:
+                state.load(run, tmp_path)
+            after = copied(run)
+            return str(caught.value), all(torch.equal(after[name], value) for name, value in before.items())
+
+    for text, unchanged in start(3, attempt):
+        assert text.startswith(
+            "state: kept with several parameter groups, and sharded optimizer state knows flat parts"
+        )
+        assert unchanged
 
 
 class Frozen(nn.Module):
