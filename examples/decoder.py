@@ -2,7 +2,7 @@
 
     hpp measure examples/decoder.py:build --device cpu --micro-batch 1,2,4 -o profile.json
     hpp measure examples/decoder.py:llama_8b --memory-only -o memory.json   # 8 billion parameters, on any machine
-    torchrun ... -m runtime plan.json examples/decoder.py:build
+    python -m runtime.launch plan.json examples/decoder.py:build --steps 100
 
 RMS norms, rotary positions, grouped queries, a gated MLP, causal attention. Where samples are of unequal length, which
 tokens are there travels beside the hidden states from layer to layer, and the padding has no targets.

@@ -133,7 +133,7 @@ def replan(
     ValueError
         If a name is unknown, or plan, profile and cluster do not belong together.
     """
-    _belongs(plan, profile, cluster)
+    check(plan, profile, cluster)
     gone = _gone(cluster, without)
     left = _left(cluster, gone)
     if left is None:
@@ -218,7 +218,14 @@ class _Left(NamedTuple):
     names: dict[str, str]  # of its devices -> as they are called in the whole cluster
 
 
-def _belongs(plan: Plan, profile: ModelProfile, cluster: Cluster) -> None:
+def check(plan: Plan, profile: ModelProfile, cluster: Cluster) -> None:
+    """Refuse a profile or a cluster that the plan was not made from.
+
+    Raises
+    ------
+    ValueError
+        Naming the layers, or the device.
+    """
     layers = plan.blocks[-1].layers[1]
     if profile.num_layers != layers:
         raise ValueError(

@@ -14,6 +14,7 @@ FILE` reads. Exit codes: 0 done, 1 the run stopped, 2 bad input.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import resource
@@ -25,7 +26,7 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -40,8 +41,12 @@ from runtime.recover import Elastic
 from runtime.task import Task
 from runtime.trainer import TIMEOUT_S, Result, Trainer
 
+if TYPE_CHECKING:
+    from planner.cluster import Cluster
+    from planner.profile import ModelProfile
+
 OK, STOPPED, BAD_INPUT = 0, 1, 2
-FINISHED = "finished"  # key in the store of --replan, once all steps are done
+STARTED, FINISHED = "started", "finished"  # keys in the store of --replan: before the first step, after the last one
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -109,12 +114,16 @@ def _inputs(options: argparse.Namespace) -> tuple[Plan, Task]:
     plan = Plan.load(options.plan)
     for name in ("steps", "every", "timeout"):
         value = getattr(options, name)
-        if value is not None and value <= 0:
+        if value is not None and not 0 < value < math.inf:
             raise ValueError(f"--{name}: {value}, expected more than 0")
     if options.every is not None and options.checkpoint is None:
         raise ValueError(f"--every: {options.every} without --checkpoint, expected a folder to save to")
     if options.trace is not None and not Path(options.trace).parent.is_dir():
         raise ValueError(f"--trace: there is no directory {Path(options.trace).parent}")
+    if options.trace is not None and Path(options.trace).is_dir():
+        raise ValueError(f"--trace: {options.trace} is a directory, expected a file")
+    if options.checkpoint is not None and Path(options.checkpoint).exists() and not Path(options.checkpoint).is_dir():
+        raise ValueError(f"--checkpoint: {options.checkpoint} is a file, expected a directory")
     world, devices = _environment("WORLD_SIZE", 1), Layout(plan).world_size
     if world != devices:
         started = f"{world} process{'es' if world > 1 else ''} started"
@@ -127,6 +136,10 @@ def _inputs(options: argparse.Namespace) -> tuple[Plan, Task]:
             "--replan: torchrun ends all processes of a node with the first that is lost, expected to be started by"
             " `python -m runtime.launch`, or by torchrun with one process per node"
         )
+    if options.replan is not None:
+        from planner.replan import check
+
+        check(plan, *_measured(options))
     task = load_task(options.task, options.steps)
     layers = plan.blocks[-1].layers[1]
     if task.model.num_layers != layers:
@@ -221,25 +234,37 @@ def _train(options: argparse.Namespace, plan: Plan, task: Task, device: torch.de
         assert run.trainer is not None
         progress = _Progress(run, task.steps, tracing=options.trace is not None)
         progress.before(run.trainer)
+        _tell(run, STARTED)
         run.run(task.steps, progress.after)
         if run.trainer is None:
             print(f"runtime: {run.me} has no part in the new plan and is done", file=sys.stderr)
             return
+        _tell(run, FINISHED)
         progress.at_end(memory, options.trace)
-        if run.store is not None:
-            with suppress(RuntimeError):  # its host may be gone, now that all is done
-                run.store.set(FINISHED, "")
+
+
+def _tell(run: Elastic, key: str) -> None:
+    """Let the launcher know how far the run is."""
+    if run.store is not None:
+        with suppress(RuntimeError):  # its host may be gone
+            run.store.set(key, "")
+
+
+def _measured(options: argparse.Namespace) -> tuple[ModelProfile, Cluster]:
+    """What a new plan is made from."""
+    from planner.cluster import Cluster
+    from planner.profile import ModelProfile
+
+    return ModelProfile.load(options.replan[0]), Cluster.load(options.replan[1])
 
 
 def _replanning(options: argparse.Namespace, plan: Plan) -> dict[str, Any]:
     """What `Elastic` needs to go on without lost processes."""
     if options.replan is None:
         return {}
-    from planner.cluster import Cluster
-    from planner.profile import ModelProfile
     from planner.replan import replan
 
-    profile, cluster = ModelProfile.load(options.replan[0]), Cluster.load(options.replan[1])
+    profile, cluster = _measured(options)
     if "MASTER_ADDR" in os.environ:
         store: dist.Store = dist.TCPStore(os.environ["MASTER_ADDR"], _environment("MASTER_PORT", 0), is_master=False)
     else:
@@ -268,11 +293,15 @@ class _Progress:
         """Before the first step."""
         self._trace_last(trainer)
         if self.speaks:
-            begun = f", from step {trainer.step_index} on" if trainer.step_index else ""
+            begun = f", {trainer.step_index} steps are done" if trainer.step_index else ""
             plan = trainer.plan
             counts = (("pipeline", plan.pipelines), ("stage", plan.stages), ("device", plan.devices))
             shape = ", ".join(f"{len(each)} {noun}{'s' * (len(each) > 1)}" for noun, each in counts)
             print(f"{plan.profile_name} on {plan.cluster_name}: {shape}{begun}", flush=True)
+        self._places(trainer)
+
+    def _places(self, trainer: Trainer) -> None:
+        """What runs where."""
         if dist.get_world_size() > 1:
             mine = (str(dist.get_rank()), self.run.me, socket.gethostname(), str(trainer.device))
             rows = gathered(None, mine)
@@ -287,7 +316,11 @@ class _Progress:
         for recovery in self.run.recoveries[self.recoveries :]:
             later = seconds(recovery.meet_s + recovery.plan_s + recovery.move_s)
             print(f"lost {', '.join(recovery.lost)}: {recovery.failure}", flush=True)
-            print(f"on from step {recovery.step_index}, {later} later, state from the {recovery.source}", flush=True)
+            print(
+                f"on with step {recovery.step_index + 1}, {later} later, state from the {recovery.source}", flush=True
+            )
+            places = (f"rank {rank} is {name}" for rank, name in enumerate(trainer.layout.devices))
+            print(f"now {', '.join(places)}", flush=True)
         self.recoveries = len(self.run.recoveries)
         self.iterations_s.append(taken)
         predicted = trainer.plan.predicted.simulated_s or trainer.plan.predicted.iteration_s
@@ -306,11 +339,18 @@ class _Progress:
         assert trainer is not None
         place, stage = trainer.place, trainer.layout.stage(trainer.place)
         mine = _Account(place.pipeline, place.stage, place.tp_rank, stage, memory.peak(), trainer.trace)
-        everyone = sorted(gathered(None, mine), key=lambda each: each[:3])
-        if not self.speaks:
+        first = self.speaks
+        try:
+            everyone = sorted(gathered(None, mine), key=lambda each: each[:3])
+        except Disconnected:  # all steps are done, with or without it
+            everyone = [mine]
+            print(f"runtime: {place}: a process was lost after the last step, with its peak and trace", file=sys.stderr)
+        if not first:
             return
         print("\n".join(_memory_table(everyone)), flush=True)
-        if path is not None:
+        if path is not None and not self.iterations_s:
+            print(f"runtime: all {trainer.step_index} steps were done before, {path} is not written", file=sys.stderr)
+        elif path is not None:
             files.write(path, "\n".join([",".join(measured.COLUMNS), *_rows(self.iterations_s, everyone), ""]))
             print(f"wrote {path}", file=sys.stderr)
 

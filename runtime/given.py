@@ -96,7 +96,7 @@ def parts(target: str) -> tuple[Any, Any, Any]:
         built = (built[0].model, built[0].batch)
     if not 2 <= len(built) <= 3:
         expected = "a model and a function of (step, samples) for its batches, or a model, its inputs and its targets"
-        raise ValueError(f"{target}: returned a value {what(built)}, expected {expected}")
+        raise ValueError(f"{target}: returned {what(built)}, expected {expected}")
     return built[0], built[1], built[2] if len(built) == 3 else None
 
 

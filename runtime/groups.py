@@ -47,7 +47,7 @@ def communication(doing: str = "", *, computing: bool = False) -> Iterator[None]
         if computing and not (isinstance(error, dist.DistError) or "/gloo/" in str(error)):
             raise
         text = re.sub(r"^\[\S+\] ", "", " ".join(str(error).split()))  # without gloo's place in its source
-        text = text.partition(" This is typically")[0][:300]
+        text = text.partition(" This is typically")[0][:300].rstrip(".")
         raise (RankFailed(f"{doing}: {text}") if doing else Disconnected(text)) from None
 
 

@@ -6,11 +6,12 @@ each, with the node of the plan that the machine is, and everywhere the address 
     python -m runtime.launch plan.json train.py:build --node a100-1 --store 10.0.0.1:29500
 
 The store in which processes find each other, at the start and after a loss, is in the launcher (of the plan's first
-node): it trains nothing, so it outlives them. With ``--replan`` a run goes on after the loss of any process, of all
-those of a node, or of any machine but the one with the store. Its loss ends the run with one clear error per process
-that is left, and bad input at one process ends it for all. Without ``--replan`` the first process that fails ends the
-run; the others get time to say what they noticed. Ctrl-C and SIGTERM end all processes of this machine. If the launcher
-itself is killed outright, they train on as long as none is lost.
+node): it trains nothing, so it outlives them. With ``--replan`` a run goes on, from its first step on, after the loss
+of any process, of all those of a node, or of any machine but the one with the store. The loss of that one ends the run
+with one clear error per process that is left, and bad input at one process ends it for all. Without ``--replan`` the
+first process that fails ends the run; the others get time to say what they noticed. Ctrl-C and SIGTERM end all
+processes of this machine. If the launcher itself is killed outright, they train on as long as none is lost; before the
+first step they wait for their timeout.
 
 Exit codes: 0 if the run was finished, by all or by those who were left; else that of the process that failed first,
 which is 1 if a signal ended it; 128 + N if signal N ended the launcher. On several machines a launcher answers for its
@@ -29,19 +30,21 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from typing import Protocol
 
 import torch.distributed as dist
 
 from planner.files import did_you_mean
 from planner.plans import Plan
-from runtime.__main__ import BAD_INPUT, FINISHED, STOPPED
+from runtime.__main__ import BAD_INPUT, FINISHED, STARTED, STOPPED
 from runtime.__main__ import parser as runtime_parser
 from runtime.layout import Layout
 from runtime.recover import report_loss
 
 GRACE_S = 10.0  # for processes to end by themselves, after a failure and after SIGTERM
+LEAVE_S = 60.0  # after the last step, to print and to write
 BEAT_S, SILENT_S = 1.0, 30.0  # a launcher that says nothing for so long is gone
 POLL_S = 0.1
 Address = tuple[str, int]
@@ -64,11 +67,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     reporter = _Reporter(address, options.node)
     reporter.start()
     commands = _commands(nodes, options.node, address, passed)
-    code = supervise(commands, survive=options.replan is not None, lost=reporter.lost.put)
+    code = supervise(commands, reporter, survive=options.replan is not None)
     reporter.close()
     if server is not None and options.node is not None and code < 128:
         _outlive(server, [node for node in nodes if node != options.node])
-    finished = reporter.finished if server is None else server.check([FINISHED])
+    finished = FINISHED in reporter.reached if server is None else server.check([FINISHED])
     return 0 if finished and code < 128 else code
 
 
@@ -125,7 +128,7 @@ def _commands(
         "MASTER_ADDR": address[0],
         "MASTER_PORT": str(address[1]),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # no process is to host the store
-        **({} if len(here) == 1 else {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}),  # as torchrun does
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),  # as measured, and as torchrun does
     }
     command = [sys.executable, "-m", "runtime", *passed]
     return {
@@ -134,22 +137,22 @@ def _commands(
     }
 
 
-def supervise(commands: Commands, *, survive: bool, lost: Callable[[str], None]) -> int:
+def supervise(commands: Commands, run: Run, *, survive: bool) -> int:
     """Run processes until all have ended, each in a session of its own, so that what it starts ends with it.
 
     Parameters
     ----------
+    run
+        Is told the device of every process that failed, and knows how far the run is.
     survive
-        Whether the others go on when one is lost.
-    lost
-        Called with the device of every process that failed.
+        Whether the others go on when one is lost: from the first step on. After the last one, none is waited for long.
 
     Returns
     -------
     int
         0, or the exit code of the first that failed; 128 + N after signal N.
     """
-    failure, until, caught = 0, math.inf, []
+    failure, until, doubt, caught = 0, math.inf, math.inf, []
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     # Only noted: an exception from a handler could come while processes are started or ended.
     before = {each: signal.signal(each, lambda number, _: caught.append(number)) for each in signals}
@@ -165,17 +168,26 @@ def supervise(commands: Commands, *, survive: bool, lost: Callable[[str], None])
                 code = _ended(running.pop(device))
                 if code == 0:
                     continue
-                lost(device)
+                run.lost.put(device)
                 if code < 0:
                     by = signal.Signals(-code).name
                     print(f"runtime.launch: the process of {device} was ended by {by}", file=sys.stderr, flush=True)
                 failure = failure or (STOPPED if code < 0 else code)
                 if not survive or code == BAD_INPUT:
                     until = min(until, time.monotonic() + GRACE_S)
+                elif STARTED not in run.reached:
+                    doubt = min(doubt, time.monotonic() + 3 * BEAT_S)  # or it is about to be known
+            if STARTED in run.reached:
+                doubt = math.inf
+            if FINISHED in run.reached:
+                until = min(until, time.monotonic() + LEAVE_S)
+            until = min(until, doubt)
     finally:
         _end(list(running.values()))
         for each, handler in before.items():
             signal.signal(each, handler)
+    if caught:
+        print(f"runtime.launch: ended by {signal.Signals(caught[0]).name}", file=sys.stderr, flush=True)
     return 128 + caught[0] if caught else failure
 
 
@@ -198,6 +210,13 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
         _ended(process)
 
 
+class Run(Protocol):
+    """What `supervise` has to do with the run."""
+
+    lost: queue.SimpleQueue[str | None]
+    reached: set[str]
+
+
 class _Reporter(threading.Thread):
     """Tells the others in the store: which processes here are lost, that this launcher is there, that it is done.
 
@@ -206,7 +225,8 @@ class _Reporter(threading.Thread):
 
     def __init__(self, address: Address, node: str | None) -> None:
         super().__init__(daemon=True)
-        self.address, self.node, self.finished = address, node, False
+        self.address, self.node = address, node
+        self.reached: set[str] = set()  # of STARTED and FINISHED
         self.lost: queue.SimpleQueue[str | None] = queue.SimpleQueue()
 
     def run(self) -> None:
@@ -214,7 +234,7 @@ class _Reporter(threading.Thread):
             store = dist.TCPStore(*self.address, is_master=False, wait_for_workers=False)
             while (device := self._next(store)) is not None:
                 report_loss(store, device)
-            self.finished = store.check([FINISHED])
+            self._look(store)
             store.set(f"launcher {self.node} done", "")
 
     def _next(self, store: dist.Store) -> str | None:
@@ -222,6 +242,10 @@ class _Reporter(threading.Thread):
             with suppress(queue.Empty):
                 return self.lost.get(timeout=BEAT_S)
             store.add(f"launcher {self.node}", 1)
+            self._look(store)
+
+    def _look(self, store: dist.Store) -> None:
+        self.reached |= {key for key in (STARTED, FINISHED) if store.check([key])}
 
     def close(self) -> None:
         """Say that all processes here have ended."""

@@ -211,11 +211,11 @@ class Elastic:
             if self.replan is None:
                 raise
             if isinstance(error, Disconnected):
-                return RankFailed(f"{trainer.place} after step {trainer.step_index - 1}: {error}")
+                return RankFailed(f"{trainer.place} after step {trainer.step_index}: {error}")
             if isinstance(error, RuntimeError):
                 return _let_go(error)
             if self.rendezvous.aborted.is_set():  # whatever an aborted call left behind led to this
-                return RankFailed(f"{trainer.place} in step {trainer.step_index}: {self.rendezvous.reason}")
+                return RankFailed(f"{trainer.place} in step {trainer.step_index + 1}: {self.rendezvous.reason}")
             # An error of the model or the data: the others cannot do better.
             self.rendezvous.stop(f"{trainer.place} stopped: {type(error).__name__}: {error}")
             raise
@@ -244,7 +244,7 @@ class Elastic:
     def _check_not_aborted(self, trainer: Trainer) -> None:
         """A call that was aborted may return as if it were done: nothing since then counts."""
         if self.rendezvous.aborted.is_set():
-            raise RankFailed(f"{trainer.place} in step {trainer.step_index}: {self.rendezvous.reason}")
+            raise RankFailed(f"{trainer.place} in step {trainer.step_index + 1}: {self.rendezvous.reason}")
 
     def _adopted(self, trainer: Trainer) -> Trainer:
         """The trainer, which looks for the alarm before every action."""
@@ -296,7 +296,7 @@ class Elastic:
         before = self.members
         held.close()
         self._drop()
-        news = self.rendezvous.call_roll({"step": held.step_index, "commit": _row(held.committed)})
+        news = self.rendezvous.call_roll({"step": held.step_index, "commit": _row(held.committed)}, str(failure))
         if first and len(news) == len(before):
             raise failure  # nobody is missing: an error of this process, or of one that says so itself
         self._join(tuple(news))
@@ -500,8 +500,13 @@ class Rendezvous:
         except RuntimeError as error:
             logger.warning("the store does not answer, so lost processes would not be replaced: %s", error)
 
-    def call_roll(self, news: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    def call_roll(self, news: dict[str, Any], noticed: str = "") -> dict[str, dict[str, Any]]:
         """Members that are left and have dropped their groups, each with its news (none if they went on before).
+
+        Parameters
+        ----------
+        noticed
+            What led to it.
 
         Raises
         ------
@@ -519,7 +524,8 @@ class Rendezvous:
         except RuntimeError as error:
             if isinstance(error, RankFailed):
                 raise
-            raise RankFailed(f"{self.me}: the store where processes meet does not answer: {error}") from None
+            before = f"{noticed}; " if noticed else ""
+            raise RankFailed(f"{before}{self.me}: the store where processes meet does not answer: {error}") from None
         if self.me not in left:
             raise RankFailed(f"{self.me}: the others went on without this process, which came too late")
         return found

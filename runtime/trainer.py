@@ -298,7 +298,7 @@ class Trainer:
         return zlib.crc32(f"{self.seed} {self.step_index} {self.place.pipeline} {self.place.stage}".encode())
 
     def _during(self, what: str) -> str:
-        return f"{self.place} in {what} of step {self.step_index}"
+        return f"{self.place} in {what} of step {self.step_index + 1}"
 
     def _micro_batches(self, what: str, value: Any, wanted: bool) -> list[Tensors]:
         if not wanted:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import queue
 import re
 import signal
 import socket
@@ -196,7 +197,7 @@ def test_a_run_goes_on_from_its_checkpoint(engine: str, here: Path) -> None:
     second = ["alone.json", "train.py:build", "--steps", "4", "--checkpoint", "saved", "--engine", engine]
     ((code, more, _),) = start(1, process, 1, second)
     assert code == 0
-    assert more.splitlines()[0] == "tiny on host: 1 pipeline, 1 stage, 1 device, from step 2 on"
+    assert more.splitlines()[0] == "tiny on host: 1 pipeline, 1 stage, 1 device, 2 steps are done"
     expected = reference(10, 12, tied=False, masked=False, steps=4)
     assert losses(out) | losses(more) == {n + 1: float(f"{loss:.4f}") for n, (loss, *_) in enumerate(expected)}
 
@@ -219,11 +220,23 @@ def test_a_run_goes_on_from_its_checkpoint(engine: str, here: Path) -> None:
         (["alone.json", "train.py:build", "--steps", "0"], "--steps: 0, expected more than 0"),
         (["alone.json", "train.py:build", "--every", "2"], "--every: 2 without --checkpoint, expected a folder"),
         (["alone.json", "train.py:build", "--trace", "no/run.csv"], "--trace: there is no directory no"),
+        (["alone.json", "train.py:build", "--trace", "."], "--trace: . is a directory, expected a file"),
+        (["alone.json", "train.py:build", "--checkpoint", "alone.json"], "--checkpoint: alone.json is a file"),
+        (["alone.json", "train.py:build", "--timeout", "inf"], "--timeout: inf, expected more than 0"),
+        (["alone.json", "train.py:build", "--replan", "profile.json", "no.yaml"], "no.yaml: no such file"),
+        (
+            ["alone.json", "train.py:build", "--replan", "profile.json", "nodes.yaml"],
+            "device 'host:0' of the plan is not in cluster host",
+        ),
         (["alone.json", "train.py:build", "--on", "cuda"], "--on: cuda, but torch finds no GPU here; expected cpu"),
     ],
 )
 def test_what_cannot_run_is_not_started(
-    arguments: list[str], message: str, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    arguments: list[str],
+    message: str,
+    replannable: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One line on stderr and exit code 2, before anything is built; only the first process of a node speaks."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -268,7 +281,7 @@ def test_a_lost_process_ends_the_run_with_one_line(here: Path) -> None:
         code, _, err = found[rank]
         assert code == 1
         assert err.startswith(
-            f"runtime: rank {rank} ({place}) in the commit, the exchange of loss and norm of step 1: "
+            f"runtime: rank {rank} ({place}) in the commit, the exchange of loss and norm of step 2: "
         )
         assert err.count("\n") == 1
     assert list(losses(found[0][1])) == [1]
@@ -348,11 +361,41 @@ def test_a_run_outlives_a_killed_process(replannable: Path) -> None:
         [str(n), f"host:{n}", socket.gethostname(), "cpu"] for n in range(3)
     ]
     assert lines[6].startswith("lost host:1: rank 0 (pipeline 0 stage 0) at 0")
-    assert re.fullmatch(r"on from step 1, .* later, state from the replicas", lines[7])
+    assert re.fullmatch(r"on with step 2, .* later, state from the replicas", lines[7])
+    assert lines[8] == "now rank 0 is host:0, rank 1 is host:2"
     expected = reference(10, 12, tied=False, masked=False, steps=3)
     found = {int(match[1]): match[2] for match in re.finditer(r"^step (\d+)  loss ([\d.]+) ", done.stdout, re.M)}
     assert found == {n + 1: f"{loss:.4f}" for n, (loss, *_) in enumerate(expected)}
     assert left_of(mark) == []
+
+
+def ends_late(rank: int, world: int, arguments: list[str]) -> Any:
+    """One process; rank 1 ends when all steps are done, before it says what its peak is."""
+    if rank == 1:
+        program._Memory.peak = lambda self: os._exit(7)  # type: ignore
+    return process(rank, world, arguments)
+
+
+def test_a_loss_after_the_last_step_leaves_the_run_done(here: Path) -> None:
+    """Exit code 0, what the first process knows is printed and written, and one line says what is lost."""
+    arguments = ["split.json", "train.py:build", "--timeout", "20", "--trace", "run.csv"]
+    found = start(3, ends_late, 3, arguments, lost={1})
+    for code, _, err in (found[0], found[2]):
+        assert code == 0
+        assert "a process was lost after the last step, with its peak and trace" in err
+    assert list(losses(found[0][1])) == [1, 2, 3]
+    assert {ran.action.stage for ran in measured.load("run.csv").actions} == {0}
+
+
+def test_no_step_leaves_no_trace(here: Path) -> None:
+    """A run that was done before does not replace the trace of its steps by an empty one."""
+    arguments = ["alone.json", "train.py:build", "--checkpoint", "saved", "--trace", "run.csv"]
+    assert start(1, process, 1, arguments)[0][0] == 0
+    written = Path("run.csv").read_text()
+    ((code, out, err),) = start(1, process, 1, arguments)
+    assert (code, err) == (0, "runtime: all 3 steps were done before, run.csv is not written\n")
+    assert "3 steps are done" in out
+    assert Path("run.csv").read_text() == written
 
 
 def launched(rank: int, *machines: tuple[list[str], dict[str, str]]) -> tuple[int, str, str]:
@@ -466,6 +509,32 @@ def gone(pid: int) -> bool:
     return False
 
 
+class Told:
+    """A run that is as far as it was told, and keeps who was lost."""
+
+    def __init__(self, *reached: str) -> None:
+        self.lost: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self.reached = set(reached)
+
+    def names(self) -> list[str | None]:
+        return [self.lost.get() for _ in range(self.lost.qsize())]
+
+
+def test_outside_the_steps_nobody_waits_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first there is nothing to go on with, and the others would wait for their timeout; after the last one
+    a process that hangs is ended."""
+    for name, value in (("GRACE_S", 0.5), ("BEAT_S", 0.1), ("LEAVE_S", 0.5)):
+        monkeypatch.setattr(launch, name, value)
+
+    def work(rank: int, folder: str, first_s: float, *reached: str) -> Any:
+        (tmp_path / folder).mkdir()
+        code = launch.supervise(stubborn(tmp_path / folder, a=first_s, b=1000.0), Told(*reached), survive=True)
+        return code, [gone(pid) for pid in pids(tmp_path / folder, "a", "b")]
+
+    assert start(1, work, "before", 1.0) == [(1, [True] * 4)]
+    assert start(1, work, "after", 1000.0, launch.STARTED, launch.FINISHED) == [(0, [True] * 4)]
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_everything(number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also processes that ignore it, and what they started."""
@@ -479,7 +548,7 @@ def test_a_signal_ends_everything(number: signal.Signals, tmp_path: Path, monkey
             os.kill(os.getpid(), number)
 
         threading.Thread(target=press).start()
-        code = launch.supervise(stubborn(tmp_path, a=1000.0, b=1000.0), survive=True, lost=lambda name: None)
+        code = launch.supervise(stubborn(tmp_path, a=1000.0, b=1000.0), Told(), survive=True)
         return code, [gone(pid) for pid in seen]
 
     assert start(1, work) == [(128 + number, [True] * 4)]
@@ -494,10 +563,9 @@ def test_the_first_failure_ends_the_others_unless_they_may_survive(
     def work(rank: int, survive: bool, long_s: float) -> Any:
         folder = tmp_path / str(survive)
         folder.mkdir()
-        lost: list[str] = []
-        commands = stubborn(folder, a=0.0, b=long_s)
-        code = launch.supervise(commands, survive=survive, lost=lost.append)
-        return code, lost, [gone(pid) for pid in pids(folder, "a", "b")]
+        told = Told(launch.STARTED)
+        code = launch.supervise(stubborn(folder, a=0.0, b=long_s), told, survive=survive)
+        return code, told.names(), [gone(pid) for pid in pids(folder, "a", "b")]
 
     assert start(1, work, False, 1000.0) == [(1, ["a"], [True] * 4)]
     assert start(1, work, True, 2.0) == [(1, ["a", "b"], [True] * 4)]

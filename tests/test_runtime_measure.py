@@ -563,14 +563,14 @@ def test_a_file_of_ones_own_is_measured(hpp: Any, tmp_path: Path) -> None:
     [
         (["none.py:build"], "none.py: no such file; expected FILE.py:FUNCTION such as train.py:build"),
         (["{0}/bad.py:biuld"], "bad.py: function 'biuld' is not among build, fails, text; did you mean 'build'?"),
-        (["{0}/bad.py:build"], "bad.py:build: returned a value a tuple of int, expected a model and"),
+        (["{0}/bad.py:build"], "bad.py:build: returned a tuple of int, expected a model and"),
         (["{0}/bad.py:fails"], "bad.py:fails: RuntimeError: out of luck"),
         (["{0}/broken.py"], "broken.py: SyntaxError: "),
         (["{0}/bad.py:text"], "model: of type str is no sequence of layers"),
         ([], "measure: nothing given, expected exactly one of FILE:FUNCTION, --links, --merge"),
         (["--links", "--merge", "a.json"], "measure: --links and --merge given, expected exactly one"),
-        (["--links"], "--links needs torchrun"),
-        (["{0}/bad.py:text", "--tp", "2"], "--tp: 2 needs torchrun"),
+        (["--links"], "--links: expected torchrun"),
+        (["{0}/bad.py:text", "--tp", "2"], "--tp: 2: expected torchrun"),
     ],
 )
 def test_bad_input_is_one_clear_error(

@@ -254,7 +254,7 @@ def test_what_an_aborted_call_returns_does_not_count(tmp_path: Path) -> None:
     found = start(3, train, str(tmp_path), SMALL, prepared(SMALL_LEFT), kills, lost={1})
     (first,), _ = goes_on(found, lost={1}, samples=12)
     assert first.step_index == KILLED_AT + 1
-    assert first.failure.startswith("rank 0 (pipeline 0 stage 0) in step 2: ")
+    assert first.failure.startswith("rank 0 (pipeline 0 stage 0) in step 3: ")
 
 
 def test_a_process_far_from_the_loss_goes_along(tmp_path: Path) -> None:

@@ -237,7 +237,9 @@ class _Group:
         if tp != 1 and "RANK" not in os.environ:
             what = "--links" if tp == 0 else f"--tp: {tp}"
             also = " or --ranks N" if tp == 0 else ""
-            raise ValueError(f"{what} needs torchrun --nproc-per-node N $(which hpp) measure ..., one per device{also}")
+            raise ValueError(
+                f"{what}: expected torchrun --nproc-per-node N --no-python hpp measure ..., one per device{also}"
+            )
         if tp > 1 and world != tp:
             raise ValueError(f"--tp: {tp}, and torchrun started {world} processes, expected {tp}")
         self.first = int(os.environ.get("RANK", "0")) == 0
