@@ -54,7 +54,7 @@ from planner.files import did_you_mean
 from planner.importers import reading
 from planner.importers.reading import Line
 from planner.plans import GIB, Plan, Stage, number, seconds, size, table, wrapped
-from planner.schedule import COMPUTE, TRANSFERS, Action, Kind
+from planner.schedule import COMPUTE, TRANSFERS, Action, Kind, other_end
 
 if TYPE_CHECKING:
     from planner.simulate import Event, Lane, Timeline
@@ -523,29 +523,17 @@ def _moved(run: Run) -> dict[_Key, Event]:
     moved: dict[_Key, Event] = {}
     for (p, action), each in ran.items():
         if action.kind in (Kind.RECV_F, Kind.RECV_B):
-            sent, made = ran.get((p, _other_end(action))), _made(ran, p, action)
+            sent, made = ran.get((p, other_end(action))), _made(ran, p, action)
             since_s = sent.start_s if sent is not None else made.end_s if made is not None else each.start_s
             event = _event(replace(each, start_s=max(each.start_s, since_s)))
         elif action.kind in (Kind.SEND_F, Kind.SEND_B):
-            here = ran.get((p, _other_end(action)))
+            here = ran.get((p, other_end(action)))
             event = _event(replace(each, end_s=min(each.end_s, here.end_s if here is not None else each.end_s)))
         else:
             continue
         if event.end_s > event.start_s:
             moved[p, action] = event
     return moved
-
-
-def _other_end(transfer: Action) -> Action:
-    """The SEND of a RECV, the RECV of a SEND."""
-    s, kind, k = transfer
-    step, other = {
-        Kind.RECV_F: (-1, Kind.SEND_F),
-        Kind.SEND_F: (1, Kind.RECV_F),
-        Kind.RECV_B: (1, Kind.SEND_B),
-        Kind.SEND_B: (-1, Kind.RECV_B),
-    }[kind]
-    return Action(s + step, other, k)
 
 
 def _makers(s: int, forward: bool, k: int | None) -> tuple[Action, ...]:

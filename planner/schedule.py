@@ -562,7 +562,7 @@ class _Gaps:
         sender, receiver = self.home[made.stage], self.home[user.stage]
         send = Action(made.stage, Kind.SEND_F if made.kind == Kind.F else Kind.SEND_B, made.index)
         self.lists[sender].append(send)
-        self.lists[receiver].append(_other_end(send))
+        self.lists[receiver].append(other_end(send))
         self.here[receiver].add(made)
 
 
@@ -633,7 +633,7 @@ def _needed(action: Action, num_stages: int, listed: frozenset[Action]) -> tuple
         return (Action(s, Kind.F, k),)
     if kind == Kind.SEND_B:
         return (_gradient(s, k, listed),)
-    return (_other_end(action),) if kind in TRANSFERS else ()
+    return (other_end(action),) if kind in TRANSFERS else ()
 
 
 def _user(action: Action, schedule: Schedule) -> Action | None:
@@ -649,7 +649,8 @@ def _user(action: Action, schedule: Schedule) -> Action | None:
 _ENDS = {Kind.SEND_F: Kind.RECV_F, Kind.RECV_F: Kind.SEND_F, Kind.SEND_B: Kind.RECV_B, Kind.RECV_B: Kind.SEND_B}
 
 
-def _other_end(transfer: Action) -> Action:
+def other_end(transfer: Action) -> Action:
+    """The RECV of a SEND, the SEND of a RECV."""
     later = transfer.kind in (Kind.SEND_F, Kind.RECV_B)
     return Action(transfer.stage + (1 if later else -1), _ENDS[transfer.kind], transfer.index)
 
@@ -742,7 +743,7 @@ def _missing(schedule: Schedule) -> Iterator[str]:
                     yield f"rank {rank}: {action} is missing"
         if has_transfers and s + 1 < schedule.num_stages and schedule.rank_of(s + 1) != rank:
             for send in _sends_between(s, schedule.num_micro_batches):
-                for end in (send, _other_end(send)):
+                for end in (send, other_end(send)):
                     if end not in listed:
                         yield f"rank {schedule.rank_of(end.stage)}: {end} is missing"
 
@@ -756,7 +757,7 @@ def _sends_between(s: int, m: int) -> Iterator[Action]:
 def _inner(schedule: Schedule) -> Iterator[str]:
     homes = schedule._homes()
     for rank, _, action in _placed(schedule):
-        if action.kind in TRANSFERS and homes[_other_end(action).stage] == rank:
+        if action.kind in TRANSFERS and homes[other_end(action).stage] == rank:
             yield f"rank {rank}: {action} has its other end on the same rank, where nothing needs to move"
 
 
@@ -776,7 +777,7 @@ def _crossed(schedule: Schedule) -> Iterator[str]:
     expected: dict[tuple[int, int], list[Action]] = {}
     for rank, _, action in _placed(schedule):
         if action.kind in TRANSFERS:
-            end = _other_end(action)
+            end = other_end(action)
             peer = homes[end.stage]
             if action.kind in (Kind.SEND_F, Kind.SEND_B):
                 arrivals.setdefault((rank, peer), []).append(end)
@@ -920,7 +921,7 @@ class _Play:
         return None
 
     def meet(self, p: int, transfer: Action) -> bool:
-        other = _other_end(transfer)
+        other = other_end(transfer)
         if other in self.come[p]:
             self.come[p].remove(other)
             self.met[p].add(other)
@@ -993,7 +994,7 @@ class _Play:
         if unmet is not None:
             return self.home(p, unmet), unmet
         if action is not None and action.kind in TRANSFERS:
-            return self.home(p, _other_end(action)), _other_end(action)
+            return self.home(p, other_end(action)), other_end(action)
         index = self.launched[place][0]
         late = next(member for member in self.members[index] if not self.is_next(member, index))
         written = (each for each in self.lists[late] if each[1:] == (Kind.REDUCE_GRAD, index))

@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _connect(options, device)
         _train(options, plan, task, device)
         return OK
-    except (RankFailed, Disconnected) as error:
+    except RankFailed as error:
         print(f"runtime: {error}", file=sys.stderr, flush=True)
         return STOPPED
     except ValueError as error:

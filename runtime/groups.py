@@ -68,6 +68,19 @@ def gathered(group: Any, value: T, doing: str = "") -> list[T]:
     return found
 
 
+def agree(group: Any, problem: str | None, doing: str = "") -> None:
+    """One process's problem stops all, with the same words; as `gathered`.
+
+    Raises
+    ------
+    ValueError
+        With the first problem.
+    """
+    for each in gathered(group, problem, doing):
+        if each is not None:
+            raise ValueError(each)
+
+
 def on_first(group: Any, action: Callable[[], T]) -> T:
     """What the first process finds or does; its error is everyone's."""
     found: list[Any] = [None, None]

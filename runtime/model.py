@@ -173,8 +173,7 @@ class Stage(nn.Module):
         if not self.first <= b < self.end:
             return
         if self.first <= a:
-            owner, _, leaf = name_b.rpartition(".")
-            setattr(self.layers[str(b)].get_submodule(owner), leaf, self.layers[str(a)].get_parameter(name_a))
+            self._share(tied)
             return
         with torch.no_grad():
             twin = build_layer(model, a, seed).get_parameter(name_a)
@@ -182,14 +181,19 @@ class Stage(nn.Module):
 
     def _tie_shards(self, tied: tuple[Weight, Weight]) -> None:
         """Both ends again as one parameter: sharding a layer gives it new ones."""
-        (a, _), (b, name_b) = tied
+        (a, _), (b, _) = tied
         if not self.first <= a < b < self.end:
             return
         one, other = (self.layers[str(l)].get_parameter(name) for l, name in tied)
         if getattr(one, "placements", None) != getattr(other, "placements", None):
             raise ValueError(f"layers {a} and {b} share a weight, and are to shard it differently over a tp group")
+        self._share(tied)
+
+    def _share(self, tied: tuple[Weight, Weight]) -> None:
+        """The later end becomes the parameter of the earlier one."""
+        (a, name_a), (b, name_b) = tied
         owner, _, leaf = name_b.rpartition(".")
-        setattr(self.layers[str(b)].get_submodule(owner), leaf, one)
+        setattr(self.layers[str(b)].get_submodule(owner), leaf, self.layers[str(a)].get_parameter(name_a))
 
     def parameters_of(self, l: int) -> list[tuple[str, nn.Parameter]]:
         """Named parameters of one layer, those it shares with an earlier layer of the stage left out."""

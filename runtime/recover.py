@@ -662,7 +662,7 @@ def _row(committed: tuple[int, Result] | None) -> list[Any] | None:
 
 def _let_go(error: RuntimeError) -> RuntimeError:
     """The error without what it holds on to: frames keep messages alive, those their groups, and those connections."""
-    if not isinstance(error, (RankFailed, Disconnected)):
+    if not isinstance(error, RankFailed):
         error.add_note("".join(traceback.format_exception(error)))
     error.__traceback__ = error.__context__ = error.__cause__ = None
     return error

@@ -102,6 +102,11 @@ class Reducer:
         Start a chunk as soon as its gradients are complete; otherwise after the whole backward pass.
     shard
         Shard the optimizer state of each block over its owners.
+
+    Raises
+    ------
+    ValueError
+        On this process only, if its layers cannot be reduced or sharded like that.
     """
 
     def __init__(
@@ -121,9 +126,7 @@ class Reducer:
         self.overlap, self.shard = overlap and granularity != "model", shard
         self.num_shared = len(layout.shared(0))
         members = list(self._members(stage))
-        self.problem = self._problem(members)
-        if self.problem is not None:
-            members = []  # all processes hear of it in `agree`
+        self._check(members)
         self.buckets = [self._bucket(shared, parameters, groups, chunk_bytes) for shared, parameters in members]
         self.masters = {} if shard else _masters(self.buckets)
         self.order = [(bucket, chunk) for bucket in self.buckets for chunk in bucket.chunks]
@@ -150,12 +153,10 @@ class Reducer:
         Raises
         ------
         ValueError
-            On all processes alike: if owners of the same layers differ in sizes, precision or first weights, or if one
-            cannot shard what it should.
+            On all processes alike: if owners of the same layers differ in sizes, precision or first weights.
         """
         stage = self.stage
         held = _Held(
-            self.problem,
             {bucket.shared.index: _Facts.of(bucket) for bucket in self.buckets},
             {l: checksum(stage.layers[str(l)].state_dict().values()) for l in range(stage.first, stage.end)},
         )
@@ -171,23 +172,24 @@ class Reducer:
             dtypes = [facts.dtype for each in world for facts in each.buckets.values()]
             self.whole = _Whole(self, sizes, torch.float64 if torch.float64 in dtypes else torch.float32)
 
-    def _problem(self, members: Iterable[tuple[Shared, list[list[Named]]]]) -> str | None:
-        """Why this process cannot reduce or shard its layers."""
+    def _check(self, members: Iterable[tuple[Shared, list[list[Named]]]]) -> None:
+        """Refuse layers that cannot be reduced, or sharded where they should."""
         for shared, rows in members:
             named = [each for row in rows for each in row]
             where = f"{self.place}: layers {shared.layers[0]} to {shared.layers[1] - 1}"
             if any(parameter.dtype == torch.float16 for _, parameter in named):
-                return f"{where}: {FP16}"
+                raise ValueError(f"{where}: {FP16}")
             if not self.shard:
                 continue
             if any(hasattr(parameter, "placements") for _, parameter in named):
-                return f"{where}: sharded optimizer state is not supported for layers that tensor parallelism shards"
+                raise ValueError(
+                    f"{where}: sharded optimizer state is not supported for layers that tensor parallelism shards"
+                )
             dtypes = {str(parameter.dtype).removeprefix("torch.") for _, parameter in named}
             if len(dtypes) > 1:
-                return (
+                raise ValueError(
                     f"{where}: weights of {' and '.join(sorted(dtypes))}; sharded optimizer state needs one precision"
                 )
-        return None
 
     def _members(self, stage: Stage) -> Iterator[tuple[Shared, list[list[Named]]]]:
         """What this process reduces, in order: parameters by layer, last layer first, tied ones on their own."""
@@ -500,16 +502,14 @@ class _Facts(NamedTuple):
 
 
 class _Held(NamedTuple):
-    """What one process has to say: a problem, facts by bucket, checksums by layer."""
+    """What one process has: facts by bucket, checksums by layer."""
 
-    problem: str | None
     buckets: dict[int, _Facts]
     layers: dict[int, int]
 
 
 def _differences(world: Sequence[_Held], layout: Layout) -> Iterator[str]:
     """What does not fit between processes, in words."""
-    yield from (held.problem for held in world if held.problem is not None)
     first: dict[tuple[str, int, int], tuple[Place, Any]] = {}
     for place, held in zip(layout.places, world, strict=True):
         for shared in layout.shared(place.tp_rank):

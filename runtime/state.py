@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from planner.files import MAPPING, Document
-from runtime.groups import communication, gathered, on_first
+from runtime.groups import agree, communication, gathered, on_first
 from runtime.reduce import Bucket, local
 
 if TYPE_CHECKING:
@@ -301,7 +301,7 @@ def save(trainer: Trainer, folder: str | Path, *, extra: Any = None, keep: int =
     """
     path = Path(folder) / f"step-{trainer.step_index:08d}"
     temporary = path.with_name(f".{path.name}.tmp")
-    group = _world(trainer)
+    group = trainer.groups.world
     on_first(group, lambda: _make_empty(temporary))
     state = snapshot(trainer)
     options = gathered(group, state.options)
@@ -355,13 +355,13 @@ def load(trainer: Trainer, path: str | Path) -> Any:
     ValueError
         If there is none, it is damaged, or of another model or optimizer; then nothing was changed.
     """
-    group = _world(trainer)
+    group = trainer.groups.world
     path, header = on_first(group, lambda: _opened(Path(path), trainer))
-    _agree(group, _damage(path, header))
+    agree(group, _damage(path, header))
     with _disk(path, "damaged"):
         metadata = dcp.FileSystemReader(path).read_metadata()
     state = Snapshot()
-    _agree(group, _blank(trainer, metadata, state, path))
+    agree(group, _blank(trainer, metadata, state, path))
     entries: dict[str, Any] = {**state.tensors, "rest": None}
     with _disk(path, "damaged"), communication():
         dcp.load(
@@ -479,17 +479,3 @@ def _disk(path: Path, what: str) -> Iterator[None]:
         raise ValueError(f"{path}: {what}: {' '.join(str(first).split())[:200]}") from None
     except (OSError, EOFError, pickle.UnpicklingError) as error:
         raise ValueError(f"{path}: {what}: {' '.join(str(error).split())[:200]}") from None
-
-
-# Together
-
-
-def _world(trainer: Trainer) -> Any:
-    return trainer.groups.world
-
-
-def _agree(group: Any, problem: str | None) -> None:
-    """One process's problem stops all, with the same words."""
-    for each in gathered(group, problem):
-        if each is not None:
-            raise ValueError(each)

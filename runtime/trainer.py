@@ -25,7 +25,7 @@ from planner.schedule import Action, Kind, Schedule
 from runtime import execute, reduce
 from runtime.clock import Clock, Played
 from runtime.execute import Executor
-from runtime.groups import Groups, communication, gathered
+from runtime.groups import Groups, agree, communication, gathered
 from runtime.layout import Layout
 from runtime.model import Model, Stage, Tensors, as_tuple, same_random_state
 from runtime.reduce import Reducer, total_norm
@@ -143,7 +143,7 @@ class Trainer:
                 mesh=self.mesh,
             )
         )
-        self.reducer = Reducer(self.layout, self.place, self.stage, self.groups, **how)
+        self.reducer = _on_all(lambda: Reducer(self.layout, self.place, self.stage, self.groups, **how))
         self.reducer.agree()
         self.optimizer = _optimizer(optimizer, self.reducer)
         self.executor: Any = None
@@ -339,7 +339,7 @@ class Trainer:
         flat = torch.cat([table.flatten(), norms.flatten()]).to(self.device)
         if self.layout.world_size > 1:
             with communication(self._during("the commit, the exchange of loss and norm")):
-                dist.all_reduce(flat, group=self.groups.of(range(self.layout.world_size)))
+                dist.all_reduce(flat, group=self.groups.world)
         rows = flat.tolist()
         losses, counts = rows[0 : 2 * len(self.plan.pipelines) : 2], rows[1 : 2 * len(self.plan.pipelines) : 2]
         return Result(sum(losses), total_norm(rows[2 * len(self.plan.pipelines) :]), int(max(counts)))
@@ -402,12 +402,12 @@ def _on_all(make: Callable[[], T]) -> T:
     if problem is not None:
         what = "" if isinstance(problem, ValueError) else f"rank {dist.get_rank()}: {type(problem).__name__}: "
         words = f"{what}{problem}"
-    everyone = gathered(None, words, _at_load())
-    if problem is not None:
-        raise problem
-    for text in everyone:
-        if text is not None:
-            raise ValueError(text)
+    try:
+        agree(None, words, _at_load())
+    except ValueError as error:
+        if problem is not None and not isinstance(problem, ValueError):
+            raise problem from None  # here, what it really was
+        raise error from problem
     return made  # type: ignore[return-value]
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
+from planner.cli.arguments import count
+
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register the command."""
@@ -15,20 +17,10 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         " sleep as long as the devices would compute. Once with equal stages and equal batches, once as planned.",
     )
     demo.set_defaults(run=_demo)
-    demo.add_argument("--steps", type=_positive, default=8, metavar="N", help="training steps of each plan (8)")
+    demo.add_argument("--steps", type=count, default=8, metavar="N", help="training steps of each plan (8)")
     demo.add_argument(
         "--link", type=float, metavar="MBIT", help="shape the links between devices to MBIT/s (needs root and tc)"
     )
-
-
-def _positive(text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
-    return number
 
 
 def _demo(options: argparse.Namespace) -> int:

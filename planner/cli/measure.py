@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from planner import files
+from planner.cli.arguments import count, counts
 from planner.plans import seconds, size, table, wrapped
 from planner.profile import ModelProfile
 
@@ -29,42 +30,22 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     measure.add_argument("-o", "--output", required=True, metavar="FILE", help="profile or cluster to write")
     measure.add_argument("--device", metavar="NAME", help="device type of this machine; by default the device's name")
     measure.add_argument("--on", choices=("cpu", "cuda"), help="cuda where there is one, if not given")
-    measure.add_argument("--threads", type=_positive, default=1, metavar="N", help="of a CPU (default 1)")
+    measure.add_argument("--threads", type=count, default=1, metavar="N", help="of a CPU (default 1)")
     layers = measure.add_argument_group("layers")
-    layers.add_argument("--micro-batch", type=_sizes, default=(1,), metavar="B,..", help="sizes, as 1,2,4 (default 1)")
+    layers.add_argument("--micro-batch", type=counts, default=(1,), metavar="B,..", help="sizes, as 1,2,4 (default 1)")
     layers.add_argument("--dtype", choices=tuple(DTYPES), help="of weights and activations, if not the model's own")
     layers.add_argument("--name", metavar="NAME", help="of the model; by default the function's")
     layers.add_argument("--attention", default="unknown", metavar="NAME", help="for the profile's conditions")
-    layers.add_argument("--runs", type=_positive, metavar="N", help="timed passes per micro-batch size")
-    layers.add_argument("--copies", type=_positive, metavar="N", help="layers of a kind that are run together")
-    layers.add_argument("--tp", type=_positive, default=1, metavar="N", help="as one of N processes under torchrun")
+    layers.add_argument("--runs", type=count, metavar="N", help="timed passes per micro-batch size")
+    layers.add_argument("--copies", type=count, metavar="N", help="layers of a kind that are run together")
+    layers.add_argument("--tp", type=count, default=1, metavar="N", help="as one of N processes under torchrun")
     layers.add_argument("--memory-only", action="store_true", help="count bytes without running anything")
     layers.add_argument("--merge", nargs="+", metavar="PROFILE", help="put profiles of one model together")
     links = measure.add_argument_group("links")
     links.add_argument("--links", action="store_true", help="measure links between the processes torchrun started")
-    links.add_argument("--ranks", type=_positive, metavar="N", help="start N processes on this machine, no torchrun")
+    links.add_argument("--ranks", type=count, metavar="N", help="start N processes on this machine, no torchrun")
     links.add_argument("--memory", type=float, metavar="GIB", help="of the device, if not all of it may be used")
     links.add_argument("--burst", type=int, default=0, metavar="BYTES", help="messages below pass a shaper; left out")
-
-
-def _positive(text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
-    return number
-
-
-def _sizes(text: str) -> tuple[int, ...]:
-    try:
-        sizes = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of sizes such as 1,2,4") from None
-    if min(sizes) < 1:
-        raise argparse.ArgumentTypeError(f"{min(sizes)} is less than 1")
-    return sizes
 
 
 def _measure(options: argparse.Namespace) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from planner import files
+from planner.cli.arguments import count, counts
 from planner.cluster import Cluster
 from planner.job import Job
 from planner.plans import Plan, PlanSet
@@ -28,8 +29,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     plan.add_argument("cluster", metavar="CLUSTER", help="nodes, devices and links (JSON or YAML)")
     plan.add_argument("--job", metavar="FILE", help="what to train; the options below override it")
     plan.add_argument("--global-batch", type=int, metavar="N", help="samples per iteration")
-    plan.add_argument("--micro-batch", type=_sizes, metavar="B,..", help="micro-batch sizes allowed, as 1,2,4")
-    plan.add_argument("--tp", type=_sizes, metavar="D,..", help="tensor-parallel degrees allowed, as 1,2")
+    plan.add_argument("--micro-batch", type=counts, metavar="B,..", help="micro-batch sizes allowed, as 1,2,4")
+    plan.add_argument("--tp", type=counts, metavar="D,..", help="tensor-parallel degrees allowed, as 1,2")
     plan.add_argument("--framework", metavar="NAME", help="memory and sync of deepspeed, megatron or torch")
     plan.add_argument("--precision", choices=("fp32", "mixed"))
     plan.add_argument("--optimizer", choices=("adam", "sgd", "momentum"))
@@ -37,7 +38,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     plan.add_argument("--sync", choices=("overlapped", "exposed"), help="how gradient sync is charged")
     plan.add_argument("--shard-optimizer", action="store_true", help="owners of a block share its optimizer state")
     plan.add_argument("--no-recompute", action="store_true", help="never recompute activations")
-    plan.add_argument("--top", type=_positive, default=1, metavar="K", help="show the K best plans")
+    plan.add_argument("--top", type=count, default=1, metavar="K", help="show the K best plans")
     plan.add_argument("--time-limit", type=float, metavar="S", help="stop after S seconds with the best plan so far")
     plan.add_argument(
         "--effort", type=float, default=1.0, metavar="X", help="work on the lower bound, as a multiple of the default"
@@ -51,20 +52,6 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     plan.add_argument("--report", metavar="FILE.html", help="write a page on the plan and its runners-up")
     plan.add_argument("--json", action="store_true", help="print the plan as JSON")
     plan.add_argument("-o", "--output", metavar="FILE", help="write the plan as JSON")
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
-    return number
-
-
-def _sizes(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(_positive(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of counts such as 1,2,4") from None
 
 
 def _plan(options: argparse.Namespace) -> int:
